@@ -24,6 +24,7 @@ enum moe_status {
   MOE_TOO_LARGE = 5,        // info = {value, limit}
   MOE_NO_MEMORY = 6,        // info = {bytes asked for}
   MOE_BAD_TOKEN_COUNT = 7,  // info = {local expert, its expert_num_tokens, max_num_tokens}
+  MOE_BAD_EXPERT_MAP = 8,   // info = {global expert, its local expert, number of local experts}
 };
 
 enum moe_dtype { MOE_F32 = 0, MOE_BF16 = 1, MOE_F16 = 2, MOE_I32 = 3, MOE_I64 = 4 };

@@ -25,14 +25,14 @@ constexpr int kPanelCols = 32;  // output columns of one panel
 constexpr int kTileElements = kStep * kTileCols;
 constexpr int kPanelStep = 2 * kTileElements;  // elements of one panel for one step of k
 
-constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-constexpr int64_t ceil_div(int64_t value, int64_t by) { return (value + by - 1) / by; }
+static constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+static constexpr int64_t ceil_div(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
-constexpr int64_t steps_of(int64_t k) { return ceil_div(k, kStep); }
-constexpr int64_t panel_elements(int64_t k) { return steps_of(k) * kPanelStep; }
+static constexpr int64_t steps_of(int64_t k) { return ceil_div(k, kStep); }
+static constexpr int64_t panel_elements(int64_t k) { return steps_of(k) * kPanelStep; }
 
 // Panels of a w1 with `intermediate` neurons. A gated one has 16 neurons a panel; their number is even because the neurons are the next GEMM's k.
-constexpr int64_t w1_panels(int64_t intermediate, bool gated) { return steps_of(intermediate) * (gated ? 2 : 1); }
-constexpr int64_t w2_panels(int64_t hidden) { return ceil_div(hidden, kPanelCols); }
+static constexpr int64_t w1_panels(int64_t intermediate, bool gated) { return steps_of(intermediate) * (gated ? 2 : 1); }
+static constexpr int64_t w2_panels(int64_t hidden) { return ceil_div(hidden, kPanelCols); }
 
 }  // namespace moe

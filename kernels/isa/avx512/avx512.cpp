@@ -1,0 +1,65 @@
+// AVX-512 without bf16 instructions (Skylake to Ice Lake): bf16 is the upper half of a float32, so a shift and a mask turn a register of pairs into two
+// registers of float32 factors, and fused multiply-adds do the rest.
+//
+// Registers: 12 rows x 2 accumulators = 24, four for the panel's even and odd values of k. Activation blocks hold float32, read as broadcast operands.
+#include "isa/lanes512.h"
+#include "generic/elementwise.h"
+#include "generic/peak_operands.h"
+#include "isa/row_block.h"
+
+namespace moe {
+namespace {
+
+constexpr int kBlockRows = 12;
+
+struct Widened {
+  template <int kRows>
+  static void run(const BlockProduct& p) {
+    F32 sum[kRows][2];
+    load_sums<kRows>(sum, p);
+    const float* a = static_cast<const float*>(p.a);
+    const uint16_t* b = p.b;
+    for (int64_t s = 0; s < p.steps; ++s, a += kRows * kStep, b += kPanelStep) {
+#pragma GCC unroll 2
+      for (int pair = 0; pair < kStep / 2; ++pair) {
+        for (int t = 0; t < 2; ++t) {
+          const U32 both = load<U32>(b + t * kTileElements + pair * 2 * kTileCols);
+          const F32 even = float_of(both << 16), odd = float_of(both & 0xffff0000u);
+          for (int r = 0; r < kRows; ++r) {
+            sum[r][t] = fma(splat_of(a + r * kStep + pair * 2), even, sum[r][t]);
+            sum[r][t] = fma(splat_of(a + r * kStep + pair * 2 + 1), odd, sum[r][t]);
+          }
+        }
+      }
+    }
+    store_sums<kRows>(sum, p);
+  }
+  static F32 splat_of(const float* from) { return (F32)_mm512_set1_ps(*from); }
+};
+
+void nothing() {}
+
+int64_t peak_loop(int64_t iterations) {
+  alignas(64) uint16_t operands[2 * kLanes];
+  alignas(64) float c[kLanes];
+  random_bf16(operands, 2 * kLanes);
+  constexpr int kChains = 16;
+  F32 sum[kChains] = {};
+  const F32 a = bf16_to_f32(load<U16>(operands)), b = bf16_to_f32(load<U16>(operands + kLanes));
+  for (int64_t i = 0; i < iterations; ++i) {
+#pragma GCC unroll 16
+    for (int j = 0; j < kChains; ++j) sum[j] = fma(sum[j], a, b);
+    consume(nullptr);
+  }
+  for (int j = 1; j < kChains; ++j) sum[0] += sum[j];
+  store(c, sum[0]);
+  consume(c);
+  return iterations * kChains * 2 * kLanes;
+}
+
+}  // namespace
+
+const KernelTable avx512_table = {"avx512", kBlockRows, true, 0, nothing, nothing, dispatch_rows<Widened, kBlockRows>,
+                                  gather<float>, activate<float>, store_rows, weighted_sum, peak_loop};
+
+}  // namespace moe

@@ -1,0 +1,63 @@
+// One expert's rows times some of its panels: the loop nest around the ISA's block product.
+//
+//   for a group of panels, for a block of k, for a panel, for a block of rows: product
+//
+// Rows of one task stay in L2 while its panels stream past; a block of k is as long as that allows. With a single block of k the sums leave at once
+// through a 4 KiB buffer, else they wait in float32 for the next block.
+#pragma once
+
+#include "moe/kernel_table.h"
+#include "moe/layout.h"
+#include "runtime/blocking.h"
+
+namespace moe {
+
+struct ExpertGemm {
+  const KernelTable* table;
+  const char* a;           // blocks of rows, each [steps][rows][32]
+  int64_t rows, steps;
+  const uint16_t* panels;  // the matrix's first panel
+  int64_t first, last;     // panels of this task
+  int64_t k_block;         // steps
+  float* sums;             // room for sums_elements()
+
+  int64_t element_bytes() const { return table->f32_blocks ? 4 : 2; }
+};
+
+// float32 values of the sums of a task of at most `rows` rows. Tiles are stored whole, so every block has block_rows rows.
+inline int64_t sums_elements(const KernelTable& table, int64_t rows) {
+  return kGroupPanels * round_up(rows, table.block_rows) * kPanelCols;
+}
+
+// finish(panel, first_row, rows, sums) receives every finished block, [rows][32].
+template <class Finish>
+void run(const ExpertGemm& g, Finish&& finish) {
+  const int64_t block_rows = g.table->block_rows, blocks = ceil_div(g.rows, block_rows), panel_size = g.steps * kPanelStep;
+  const int64_t block_sums = block_rows * kPanelCols;
+  const bool single = g.k_block >= g.steps;
+  // Prefetching pays where several row blocks share a panel's arrival; a lone block is as fast as memory anyway.
+  const bool fetch_ahead = blocks > 1;
+  for (int64_t group = g.first; group < g.last; group += kGroupPanels) {
+    const int64_t group_end = group + kGroupPanels < g.last ? group + kGroupPanels : g.last;
+    for (int64_t step = 0; step < g.steps; step += g.k_block) {
+      const int64_t steps = g.steps - step < g.k_block ? g.steps - step : g.k_block;
+      const bool last_k = step + steps == g.steps;
+      for (int64_t panel = group; panel < group_end; ++panel) {
+        const uint16_t* const b = g.panels + panel * panel_size + step * kPanelStep;
+        const int64_t ahead_bytes = round_up(ceil_div(steps * kPanelStep * 2, blocks), 64);
+        const bool more = fetch_ahead && panel + 1 < g.last;
+        for (int64_t block = 0; block < blocks; ++block) {
+          const int64_t first_row = block * block_rows;
+          const int rows = static_cast<int>(g.rows - first_row < block_rows ? g.rows - first_row : block_rows);
+          const char* const a = g.a + (first_row * g.steps + step * rows) * kStep * g.element_bytes();
+          float* const sums = single ? g.sums : g.sums + ((panel - group) * blocks + block) * block_sums;
+          const uint16_t* const next = more ? b + panel_size + block * ahead_bytes / 2 : nullptr;
+          g.table->product({a, b, sums, rows, steps, step > 0, next, ahead_bytes});
+          if (last_k) finish(panel, first_row, rows, sums);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace moe

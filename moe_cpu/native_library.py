@@ -1,0 +1,120 @@
+"""Finds, loads and describes the native library: C signatures, and its status codes as exceptions."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from pathlib import Path
+
+import torch  # noqa: F401  first: the library then shares torch's OpenMP runtime instead of bringing a second one
+
+from moe_cpu.errors import ArgumentError, ExpertIdError, IsaUnavailable, MoEError, NativeLibraryMissing, OutOfMemory
+
+ABI_VERSION = 1
+FILE_NAME = "libmoe_cpu.so"
+PATH_VARIABLE = "MOE_CPU_LIBRARY"
+
+OK, BAD_EXPERT_ID, ISA_UNAVAILABLE, SCRATCH_TOO_SMALL, BAD_ARGUMENT = 0, 1, 2, 3, 4
+TOO_LARGE, NO_MEMORY, BAD_TOKEN_COUNT, BAD_EXPERT_MAP = 5, 6, 7, 8
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int32: 3, torch.int64: 4}
+ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "swigluoai": 3, "relu2": 4}
+GATE_LAYOUT_CODES = {"concatenated": 0, "interleaved": 1, "none": 2}
+REDUCED, UNREDUCED, BATCHED = 0, 1, 2
+
+Info = ctypes.c_int64 * 4
+
+_i32, _i64, _f64, _ptr, _str = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes.c_void_p, ctypes.c_char_p
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "moe_abi_version": (_i32, []),
+    "moe_isa_count": (_i32, []),
+    "moe_isa_name": (_str, [_i32]),
+    "moe_isa_why_not": (_str, [_i32]),
+    "moe_cpu_features": (_str, []),
+    "moe_cache_bytes": (_i64, [_i32]),
+    "moe_openmp_max_threads": (_i32, []),
+    "moe_parallel_team": (_i32, [_i32]),
+    "moe_align_scratch_bytes": (_i64, [_i64, _i32]),
+    "moe_align_block_size": (_i32, [_ptr, _i32] + [_i64] * 6 + [_ptr, _i64, _i64] + [_ptr] * 4 + [_i32, _ptr]),
+    "moe_packed_elements": (_i64, [_i64, _i64, _i32]),
+    "moe_pack_expert": (_i32, [_ptr, _i32, _i64, _i64, _i64, _i64, _i32, _ptr, _i32, _ptr]),
+    "moe_unpack_expert": (_i32, [_ptr, _i64, _i64, _i32, _ptr, _i32, _ptr]),
+    "moe_layer_scratch_bytes": (_i64, [_ptr]),
+    "moe_layer": (_i32, [_ptr, _ptr]),
+    "moe_probe_matrix_peak": (_f64, [_i32, _i32, _f64]),
+    "moe_probe_read_bandwidth": (_f64, [_ptr, _i64, _i32, _f64]),
+    "moe_probe_copy_bandwidth": (_f64, [_ptr, _ptr, _i64, _i32, _f64]),
+}
+
+_lock = threading.Lock()
+_library: ctypes.CDLL | None = None
+_reason: str | None = None
+
+
+def candidates() -> list[Path]:
+    """Paths the library is looked for at, in order: ``MOE_CPU_LIBRARY`` alone when it is set, else beside the package's modules."""
+    forced = os.environ.get(PATH_VARIABLE)
+    if forced:
+        return [Path(forced)]
+    import moe_cpu
+
+    return [Path(folder) / "_lib" / FILE_NAME for folder in moe_cpu.__path__]
+
+
+def _load() -> tuple[ctypes.CDLL | None, str | None]:
+    paths = candidates()
+    path = next((p for p in paths if p.exists()), None)
+    if path is None:
+        return None, f"no {FILE_NAME} at {' or '.join(map(str, paths))}; build it with `pip install .` (Linux on x86-64, g++ >= 12)"
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        return None, f"{path} cannot be loaded: {error}"
+    version = library.moe_abi_version()
+    if version != ABI_VERSION:
+        return None, f"{path} has interface version {version}, this package needs {ABI_VERSION}; reinstall moe-cpu"
+    return library, None
+
+
+def why_not() -> str | None:
+    """The reason why the native library cannot be used, or None when it can."""
+    global _library, _reason
+    if _library is None and _reason is None:
+        with _lock:
+            if _library is None and _reason is None:
+                _library, _reason = _load()
+    return _reason
+
+
+def library() -> ctypes.CDLL:
+    """The loaded library. Raises NativeLibraryMissing with the reason when there is none."""
+    if _library is None and why_not() is not None:
+        raise NativeLibraryMissing(f"the native library is not usable: {_reason}")
+    assert _library is not None
+    return _library
+
+
+def failure(status: int, info: ctypes.Array[ctypes.c_int64], what: str, topk: int = 1) -> MoEError:
+    """The exception for a status code; ``info`` holds the numbers as c_api.h says."""
+    a, b, c = info[0], info[1], info[2]
+    if status == BAD_EXPERT_ID:
+        row, slot = divmod(a, max(topk, 1))
+        return ExpertIdError(
+            f"topk_ids[{row}, {slot}]: expected an expert id in [0, {c}) or -1 (no expert), got {b}; "
+            f"ids are global, so with expert_map pass global_num_experts = len(expert_map)"
+        )
+    if status == BAD_EXPERT_MAP:
+        return ExpertIdError(f"expert_map[{a}]: expected a local expert in [0, {c}) or -1 (on another rank), got {b}")
+    if status == BAD_TOKEN_COUNT:
+        return ArgumentError(f"expert_num_tokens[{a}]: expected 0 .. max_num_tokens = {c}, got {b}")
+    if status == TOO_LARGE:
+        return ArgumentError(f"{what}: {a} exceeds the limit of {b}; split the tokens into several calls")
+    if status == ISA_UNAVAILABLE:
+        return IsaUnavailable(f"{what}: instruction set number {a} cannot run on this CPU; see `moe-cpu info`")
+    if status == NO_MEMORY:
+        return OutOfMemory(f"{what}: {a} bytes of memory could not be had")
+    return ArgumentError(f"{what}: the native library refused the call (status {status}, {a}, {b}, {c})")

@@ -1,0 +1,323 @@
+"""The native operations as typed Python functions, and as ``torch.ops.moe_cpu``.
+
+Functions here trust their callers: shapes, dtypes and devices have been checked (`moe_cpu.checks`). What only the data can tell, an expert id out of
+range, the native code checks before it touches anything.
+
+An eager call goes straight to the C function; the dispatcher's few microseconds are only spent where a graph is being traced. The torch operators carry
+fake kernels, so ``torch.compile(fullgraph=True)`` sees one opaque node.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_cpu import native_library as native
+from moe_cpu.errors import IsaUnavailable
+
+if TYPE_CHECKING:
+    from moe_cpu.packing import PackedExperts
+
+# moe_layer_args of c_api.h: 24 words of 64 bits, then 8 of 32.
+_LAYER_ARGS = struct.Struct("=24q8i")
+
+
+class _PerThread(threading.local):
+    """The argument block, error numbers and scratch memory of one Python thread; reused by every call it makes."""
+
+    def __init__(self) -> None:
+        self.block = bytearray(_LAYER_ARGS.size)
+        self.block_address = ctypes.addressof(ctypes.c_char.from_buffer(self.block))
+        self.info = native.Info()
+        self.info_address = ctypes.addressof(self.info)
+        self.scratch = torch.empty(0, dtype=torch.uint8)
+        self.scratch_address = 0
+        self.scratch_bytes = 0
+
+    def grow(self, size: int) -> None:
+        self.scratch = torch.empty(0, dtype=torch.uint8)  # let go of the old one first
+        self.scratch = torch.empty(size, dtype=torch.uint8)
+        self.scratch_address, self.scratch_bytes = self.scratch.data_ptr(), size
+
+
+_mine = _PerThread()
+_isas: tuple[str, ...] | None = None
+
+
+def available() -> bool:
+    """Whether the native library is there and loads."""
+    return native.why_not() is None
+
+
+def why_not() -> str | None:
+    """Why it is not, or None."""
+    return native.why_not()
+
+
+def isas() -> tuple[str, ...]:
+    """Names of the instruction sets the library has kernels for, in priority order; empty without a library."""
+    global _isas
+    if _isas is None:
+        if not available():
+            return ()
+        lib = native.library()
+        _isas = tuple(lib.moe_isa_name(i).decode() for i in range(lib.moe_isa_count()))
+    return _isas
+
+
+def isa_why_not(name: str) -> str | None:
+    """Why that instruction set cannot run here, or None when it can."""
+    if not available():
+        return native.why_not()
+    reason = native.library().moe_isa_why_not(isas().index(name))
+    return None if reason is None else reason.decode()
+
+
+def _isa_index(isa: str | int | None) -> int:
+    if isinstance(isa, int):
+        return isa
+    from moe_cpu import isa as selection
+
+    return selection.active_index() if isa is None else isas().index(selection.resolve(isa))
+
+
+def scratch_bytes_held() -> int:
+    """Bytes of scratch memory the calling Python thread holds for its calls."""
+    return _mine.scratch_bytes
+
+
+def layer(
+    x: Tensor,
+    packed: PackedExperts,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor | None,
+    out: Tensor,
+    mode: int,
+    activation: str,
+    expert_map: Tensor | None = None,
+    expert_num_tokens: Tensor | None = None,
+    isa: str | int | None = None,
+    scratch: Tensor | None = None,
+) -> Tensor:
+    """One native layer call; see `fused_experts`, `experts_unreduced` and `experts_batched` for the three modes. Returns `out`."""
+    mine = _mine
+    lib = native.library()
+    if topk_ids is None:
+        ids, topk, ids_dtype = (0, 0, 0), 1, 3
+    else:
+        ids = (topk_ids.data_ptr(), topk_ids.stride(0), topk_ids.stride(1))
+        topk, ids_dtype = topk_ids.shape[1], native.DTYPE_CODES[topk_ids.dtype]
+    if topk_weights is None:
+        weights, weights_dtype = (0, 0, 0), 0
+    else:
+        weights = (topk_weights.data_ptr(), topk_weights.stride(0), topk_weights.stride(1))
+        weights_dtype = native.DTYPE_CODES[topk_weights.dtype]
+    global_experts = packed.E if expert_map is None else expert_map.shape[0]
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        x = x.contiguous()
+    x_stride_expert = x.stride(0) if mode == native.BATCHED else 0
+    threads = torch.get_num_threads()
+    index = _isa_index(isa)
+    if scratch is None:
+        scratch_address, scratch_bytes = mine.scratch_address, mine.scratch_bytes
+    else:
+        scratch_address, scratch_bytes = scratch.data_ptr(), scratch.numel() * scratch.element_size()
+    while True:
+        _LAYER_ARGS.pack_into(
+            mine.block, 0,
+            x.shape[-2], x.shape[-1], packed.I, packed.E, topk, global_experts,
+            x.data_ptr(), x_stride_expert, x.stride(-2),
+            *ids, *weights,
+            0 if expert_map is None else expert_map.data_ptr(),
+            0 if expert_num_tokens is None else expert_num_tokens.data_ptr(),
+            packed.w1_address, packed.w2_address, packed.w1_bias_address, packed.w2_bias_address,
+            out.data_ptr(), scratch_address, scratch_bytes,
+            native.DTYPE_CODES[x.dtype], ids_dtype, weights_dtype,
+            native.ACTIVATION_CODES[activation], packed.gate_layout_code, mode, index, threads,
+        )  # fmt: skip
+        status = lib.moe_layer(mine.block_address, mine.info_address)
+        if status == native.OK:
+            return out
+        if status != native.SCRATCH_TOO_SMALL or scratch is not None:
+            raise native.failure(status, mine.info, "fused experts", topk)
+        mine.grow(mine.info[0])
+        scratch_address, scratch_bytes = mine.scratch_address, mine.scratch_bytes
+
+
+def layer_scratch_bytes(tokens: int, topk: int, packed: Any, dtype: torch.dtype, mode: int, isa: str | int | None = None) -> int:
+    """Bytes of scratch memory one layer call needs. `packed` is anything with E, K, I and gate_layout_code."""
+    args = bytearray(_LAYER_ARGS.size)
+    _LAYER_ARGS.pack_into(
+        args, 0, tokens, packed.K, packed.I, packed.E, topk, packed.E, *([0] * 18),
+        native.DTYPE_CODES[dtype], 3, 0, 0, packed.gate_layout_code, mode, _isa_index(isa), torch.get_num_threads(),
+    )  # fmt: skip
+    return int(native.library().moe_layer_scratch_bytes(ctypes.addressof(ctypes.c_char.from_buffer(args))))
+
+
+def fused_experts(
+    x: Tensor,
+    packed: PackedExperts,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor,
+    *,
+    activation: str,
+    expert_map: Tensor | None = None,
+    out: Tensor | None = None,
+    isa: str | int | None = None,
+    scratch: Tensor | None = None,
+) -> Tensor:
+    """out[m] = sum over slots s of topk_weights[m, s] * expert[topk_ids[m, s]](x[m]).
+
+    Args:
+        x: `[M, K]` bf16, fp16 or fp32 with unit stride along K; fp16 and fp32 are rounded to bf16 once.
+        packed: the experts.
+        topk_weights: `[M, topk]` float32, bf16 or fp16; None means ones.
+        topk_ids: `[M, topk]` int32 or int64, global ids, -1 = no expert.
+        activation: "silu", "gelu", "gelu_tanh", "swigluoai" or "relu2".
+        expert_map: `[global_num_experts]` int32, contiguous, -1 = on another rank.
+        out: `[M, K]` contiguous in x's dtype, or None for a new tensor.
+        isa: name or number of an instruction set; None = the active one.
+        scratch: memory to work in, at least `layer_scratch_bytes`; None = the calling thread's own.
+
+    Raises:
+        ExpertIdError: an id outside [0, global_num_experts) other than -1, with its position.
+
+    Numerics: products accumulate in float32; the activation is computed in float32 and rounded to bf16; weights and sum in float32, slots in order;
+    one rounding to x's dtype. The bits do not depend on the number of threads nor on the other tokens of the call.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype) if out is None else out
+    return layer(x, packed, topk_weights, topk_ids, out, native.REDUCED, activation, expert_map, None, isa, scratch)
+
+
+def experts_unreduced(
+    x: Tensor,
+    packed: PackedExperts,
+    topk_ids: Tensor,
+    *,
+    activation: str,
+    expert_map: Tensor | None = None,
+    out: Tensor | None = None,
+    isa: str | int | None = None,
+    scratch: Tensor | None = None,
+) -> Tensor:
+    """out[m, s] = expert[topk_ids[m, s]](x[m]), `[M, topk, K]`; zero where the pair is skipped. Otherwise as `fused_experts`."""
+    if out is None:
+        out = torch.empty((x.shape[0], topk_ids.shape[1], x.shape[1]), dtype=x.dtype)
+    return layer(x, packed, None, topk_ids, out, native.UNREDUCED, activation, expert_map, None, isa, scratch)
+
+
+def experts_batched(
+    x: Tensor,
+    packed: PackedExperts,
+    expert_num_tokens: Tensor,
+    *,
+    activation: str,
+    out: Tensor | None = None,
+    isa: str | int | None = None,
+    scratch: Tensor | None = None,
+) -> Tensor:
+    """out[e, i] = expert[e](x[e, i]) for i < expert_num_tokens[e], `[E, max_num_tokens, K]`; other rows of `out` are not written.
+
+    Raises:
+        ArgumentError: a count outside 0 .. max_num_tokens.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype) if out is None else out
+    counts = expert_num_tokens.to(dtype=torch.int32).contiguous()
+    return layer(x, packed, None, None, out, native.BATCHED, activation, None, counts, isa, scratch)
+
+
+def moe_align_block_size(
+    topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Tensor | None = None, pad_sorted_ids: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The native routine behind `moe_cpu.moe_align_block_size`, for CPU tensors."""
+    lib, mine = native.library(), _mine
+    tokens, topk = topk_ids.shape
+    length = aligned_length(tokens * topk, block_size, num_experts, pad_sorted_ids)
+    blocks = -(-length // block_size)
+    sorted_ids = torch.empty(length, dtype=torch.int32)
+    expert_ids = torch.empty(blocks, dtype=torch.int32)
+    post_pad = torch.empty(1, dtype=torch.int32)
+    threads = torch.get_num_threads()
+    needed = lib.moe_align_scratch_bytes(num_experts, threads)
+    if needed > mine.scratch_bytes:
+        mine.grow(needed)
+    status = lib.moe_align_block_size(
+        topk_ids.data_ptr(), native.DTYPE_CODES[topk_ids.dtype], tokens, topk, topk_ids.stride(0), topk_ids.stride(1),
+        block_size, num_experts, None if expert_map is None else expert_map.data_ptr(), length, blocks,
+        sorted_ids.data_ptr(), expert_ids.data_ptr(), post_pad.data_ptr(), mine.scratch_address, threads, mine.info_address,
+    )  # fmt: skip
+    if status != native.OK:
+        raise native.failure(status, mine.info, "moe_align_block_size", topk)
+    return sorted_ids, expert_ids, post_pad
+
+
+def aligned_length(numel: int, block_size: int, num_experts: int, pad_sorted_ids: bool) -> int:
+    """Length of `sorted_token_ids`: every expert may waste block_size - 1 places."""
+    length = numel + num_experts * (block_size - 1)
+    return -(-length // block_size) * block_size if pad_sorted_ids else length
+
+
+def packed_elements(rows: int, cols: int, gate_layout: str) -> int:
+    """bf16 elements of one packed `[rows, cols]` matrix, padding included."""
+    return int(native.library().moe_packed_elements(rows, cols, native.GATE_LAYOUT_CODES[gate_layout]))
+
+
+def pack_expert(dense: Tensor, gate_layout: str, out: Tensor) -> None:
+    """Lays one expert's `[rows, cols]` matrix (bf16 or float32, any strides) out in panels, in `out` (`packed_elements` bf16, contiguous)."""
+    rows, cols = dense.shape
+    status = native.library().moe_pack_expert(
+        dense.data_ptr(), native.DTYPE_CODES[dense.dtype], rows, cols, dense.stride(0), dense.stride(1),
+        native.GATE_LAYOUT_CODES[gate_layout], out.data_ptr(), torch.get_num_threads(), _mine.info_address,
+    )  # fmt: skip
+    if status != native.OK:
+        raise native.failure(status, _mine.info, "pack")
+
+
+def unpack_expert(packed: Tensor, rows: int, cols: int, gate_layout: str) -> Tensor:
+    """The dense `[rows, cols]` bf16 matrix that `pack_expert` was given."""
+    dense = torch.empty((rows, cols), dtype=torch.bfloat16)
+    status = native.library().moe_unpack_expert(
+        packed.data_ptr(), rows, cols, native.GATE_LAYOUT_CODES[gate_layout], dense.data_ptr(), torch.get_num_threads(), _mine.info_address
+    )
+    if status != native.OK:
+        raise native.failure(status, _mine.info, "unpack")
+    return dense
+
+
+def cpu_description() -> dict[str, Any]:
+    """What the library sees of this machine: feature bits, cache bytes of one core, threads, the OpenMP runtime mapped, ISAs with reasons."""
+    lib = native.library()
+    with open("/proc/self/maps") as maps:
+        runtimes = sorted({line.split()[-1] for line in maps if "libgomp" in line or "libomp" in line or "libiomp" in line})
+    return {
+        "features": lib.moe_cpu_features().decode().split(),
+        "cache_bytes": {f"L{level}": lib.moe_cache_bytes(level) for level in (1, 2, 3)},
+        "threads": torch.get_num_threads(),
+        "team": lib.moe_parallel_team(torch.get_num_threads()),
+        "openmp_runtimes": runtimes,
+        "isas": {name: isa_why_not(name) for name in isas()},
+    }
+
+
+def probe_matrix_peak(isa: str, threads: int, seconds: float = 0.2) -> float:
+    """FLOP/s of that ISA's products on random operands that never leave the registers, over `threads` threads."""
+    if isa_why_not(isa) is not None:
+        raise IsaUnavailable(f"isa = {isa}: {isa_why_not(isa)}")
+    return float(native.library().moe_probe_matrix_peak(isas().index(isa), threads, seconds))
+
+
+def probe_read_bandwidth(threads: int, size: int = 1 << 30, seconds: float = 0.3) -> float:
+    """Bytes/s of plain sequential reads of a buffer of `size` bytes, shared out over `threads` threads."""
+    data = torch.ones(size // 8, dtype=torch.int64)
+    return float(native.library().moe_probe_read_bandwidth(data.data_ptr(), data.numel() * 8, threads, seconds))
+
+
+def probe_copy_bandwidth(threads: int, size: int = 1 << 29, seconds: float = 0.3) -> float:
+    """Bytes/s, read plus written, of copying `size` bytes with `threads` threads."""
+    source, target = torch.ones(size // 8, dtype=torch.int64), torch.zeros(size // 8, dtype=torch.int64)
+    return float(native.library().moe_probe_copy_bandwidth(source.data_ptr(), target.data_ptr(), source.numel() * 8, threads, seconds))

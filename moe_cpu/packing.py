@@ -1,0 +1,276 @@
+"""PackedExperts: the experts' weights laid out once for the CPU kernels.
+
+The layout (kernels/include/moe/layout.h) is the same for every instruction set, so packed weights can be saved on one machine and used on another.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_cpu import native_library as native
+from moe_cpu import ops
+from moe_cpu.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+
+# Part of a saved file: raised when the layout changes.
+LAYOUT_VERSION = 1
+GATE_LAYOUT_OF_ACTIVATION = {
+    "silu": "concatenated",
+    "gelu": "concatenated",
+    "gelu_tanh": "concatenated",
+    "swigluoai": "interleaved",
+    "relu2": "none",
+}
+_CACHE_LINE = 64
+
+
+class PackedExperts:
+    """Weights of E experts as panels, accepted wherever `w1` is (then ``w2=None``).
+
+    Make one with `pack`, `load` or `from_state_dict`.
+
+    Attributes:
+        E, K, I, N: local experts, hidden size, intermediate size, rows of a dense w1 (2*I, or I without a gate).
+        w1, w2: `[E, elements]` bf16, the packed matrices.
+        w1_bias, w2_bias: `[E, N]` and `[E, K]` float32, or None.
+        gate_layout: row order of the dense w1: "concatenated" (gate rows, then up rows), "interleaved" (alternating) or "none" (no gate).
+        scheme: "bf16".
+    """
+
+    scheme = "bf16"
+
+    def __init__(self, w1: Tensor, w2: Tensor, w1_bias: Tensor | None, w2_bias: Tensor | None, K: int, I: int, gate_layout: str) -> None:
+        self.w1, self.w2, self.w1_bias, self.w2_bias = w1, w2, w1_bias, w2_bias
+        self.E, self.K, self.I, self.gate_layout = w1.shape[0], K, I, gate_layout
+        self.N = I if gate_layout == "none" else 2 * I
+        self.gate_layout_code = native.GATE_LAYOUT_CODES[gate_layout]
+        # Looked up once: a call reads four integers instead of asking four tensors.
+        self.w1_address, self.w2_address = w1.data_ptr(), w2.data_ptr()
+        self.w1_bias_address = 0 if w1_bias is None else w1_bias.data_ptr()
+        self.w2_bias_address = 0 if w2_bias is None else w2_bias.data_ptr()
+
+    # -- what a dense weight would say of itself, for code that looks ---------------------------------------------------------------------
+    dtype = torch.bfloat16
+    device = torch.device("cpu")
+    requires_grad = False
+
+    @property
+    def has_bias(self) -> bool:
+        return self.w1_bias is not None or self.w2_bias is not None
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[E, N, K]`, the shape of the dense w1."""
+        return torch.Size((self.E, self.N, self.K))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, padding and biases included."""
+        return sum(t.numel() * t.element_size() for t in (self.w1, self.w2, self.w1_bias, self.w2_bias) if t is not None)
+
+    def __repr__(self) -> str:
+        bias = ", biases" if self.has_bias else ""
+        gate = f"gate {self.gate_layout}" if self.gate_layout != "none" else "no gate"
+        return f"PackedExperts(E={self.E}, K={self.K}, I={self.I}, {self.scheme}, {gate}{bias}, {self.nbytes / 2**20:.1f} MiB)"
+
+    @classmethod
+    def pack(
+        cls,
+        w1: Tensor | Iterable[Tensor],
+        w2: Tensor | Iterable[Tensor],
+        w1_bias: Tensor | None = None,
+        w2_bias: Tensor | None = None,
+        *,
+        activation: str = "silu",
+        gate_layout: str | None = None,
+        dtype: torch.dtype | None = None,
+        progress: bool = False,
+    ) -> PackedExperts:
+        """Lays dense weights out for the CPU kernels, expert by expert.
+
+        Args:
+            w1: `[E, N, K]` bf16 (nn.Linear row order; any strides), or an iterable of E matrices `[N, K]`.
+            w2: `[E, K, I]` bf16, or an iterable of E matrices `[K, I]`.
+            w1_bias: `[E, N]` or None; kept in float32.
+            w2_bias: `[E, K]` or None; kept in float32.
+            activation: fixes the row order of w1 when `gate_layout` is None.
+            gate_layout: "concatenated", "interleaved" or "none".
+            dtype: ``torch.bfloat16`` turns float32 or float16 weights into bf16 (round to nearest even); without it they are refused.
+            progress: show a progress bar.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: with the expected and the given values.
+
+        Memory: an iterable is consumed one expert at a time and nothing of it is kept, so a caller who lets go of each matrix as it is taken (a
+        generator over a checkpoint) never holds more than the packed weights and one dense expert.
+        """
+        if gate_layout is None:
+            gate_layout = layout_of(activation)
+        if gate_layout not in native.GATE_LAYOUT_CODES:
+            raise ArgumentError(f"gate_layout: expected one of {', '.join(native.GATE_LAYOUT_CODES)}, got {gate_layout!r}")
+        if dtype not in (None, torch.bfloat16):
+            raise DTypeError(f"dtype: expected torch.bfloat16 or None, got {dtype}; it names what the weights are turned into")
+        first = _Matrices("w1", w1, dtype)
+        second = _Matrices("w2", w2, dtype)
+        packed1, packed2 = _Stack(first, gate_layout), _Stack(second, "none")
+        bar = _progress(first.count, progress)
+        for e1, e2 in _pairs(first, second):
+            if e2.shape[1] * (1 if gate_layout == "none" else 2) != e1.shape[0] or e2.shape[0] != e1.shape[1]:
+                raise ShapeError(
+                    f"w2: expected [K, I] = [{e1.shape[1]}, {e1.shape[0] // (1 if gate_layout == 'none' else 2)}] for every expert "
+                    f"(w1 has [N, K] = {list(e1.shape)}, gate {gate_layout}), got {list(e2.shape)}; pass nn.Linear order"
+                )
+            packed1.add(e1)
+            packed2.add(e2)
+            bar.update(1)
+        bar.close()
+        w1_all, w2_all = packed1.finish(), packed2.finish()
+        E, (N, K), (_, I) = w1_all.shape[0], packed1.dense_shape, packed2.dense_shape
+        biases = _bias("w1_bias", w1_bias, ("E", "N"), (E, N)), _bias("w2_bias", w2_bias, ("E", "K"), (E, K))
+        return cls(w1_all, w2_all, *biases, K=K, I=I, gate_layout=gate_layout)
+
+    def unpack(self) -> tuple[Tensor, Tensor]:
+        """The dense `w1 [E, N, K]` and `w2 [E, K, I]` in bf16, equal to what was packed."""
+        w1 = torch.empty((self.E, self.N, self.K), dtype=torch.bfloat16)
+        w2 = torch.empty((self.E, self.K, self.I), dtype=torch.bfloat16)
+        for e in range(self.E):
+            w1[e] = ops.unpack_expert(self.w1[e], self.N, self.K, self.gate_layout)
+            w2[e] = ops.unpack_expert(self.w2[e], self.K, self.I, "none")
+        return w1, w2
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything `from_state_dict` needs; tensors are shared, not copied."""
+        return {
+            "layout_version": LAYOUT_VERSION, "scheme": self.scheme, "K": self.K, "I": self.I, "gate_layout": self.gate_layout,
+            "w1": self.w1, "w2": self.w2, "w1_bias": self.w1_bias, "w2_bias": self.w2_bias,
+        }  # fmt: skip
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> PackedExperts:
+        """The inverse of `state_dict`. Raises ArgumentError for another layout version or scheme, ShapeError for tensors that do not fit."""
+        if state.get("layout_version") != LAYOUT_VERSION or state.get("scheme") != cls.scheme:
+            raise ArgumentError(
+                f"packed weights: expected layout version {LAYOUT_VERSION} and scheme {cls.scheme}, "
+                f"got {state.get('layout_version')} and {state.get('scheme')}; pack the dense weights again"
+            )
+        K, I, gate_layout, w1, w2 = state["K"], state["I"], state["gate_layout"], state["w1"], state["w2"]
+        N = I if gate_layout == "none" else 2 * I
+        for name, tensor, rows, cols, layout in (("w1", w1, N, K, gate_layout), ("w2", w2, K, I, "none")):
+            expected = (w1.shape[0], ops.packed_elements(rows, cols, layout))
+            if tuple(tensor.shape) != expected or tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
+                raise ShapeError(f"packed {name}: expected [E, elements] = {list(expected)} contiguous bf16, got {list(tensor.shape)} {tensor.dtype}")
+        E = w1.shape[0]
+        biases = _bias("w1_bias", state["w1_bias"], ("E", "N"), (E, N)), _bias("w2_bias", state["w2_bias"], ("E", "K"), (E, K))
+        return cls(w1, w2, *biases, K=K, I=I, gate_layout=gate_layout)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the packed weights to a file that `load` reads."""
+        torch.save(self.state_dict(), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], mmap: bool = False) -> PackedExperts:
+        """Reads a file written by `save`; with `mmap` pages come from the file as they are used."""
+        return cls.from_state_dict(torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
+
+
+def layout_of(activation: str) -> str:
+    """The row order of w1 that `activation` means. Raises ArgumentError for an unknown one."""
+    if activation not in GATE_LAYOUT_OF_ACTIVATION:
+        raise ArgumentError(f"activation: expected one of {', '.join(GATE_LAYOUT_OF_ACTIVATION)}, got {activation!r}")
+    return GATE_LAYOUT_OF_ACTIVATION[activation]
+
+
+class _Matrices:
+    """The per-expert matrices of one weight, checked as they pass."""
+
+    def __init__(self, name: str, weights: Tensor | Iterable[Tensor], dtype: torch.dtype | None) -> None:
+        self.name, self.weights, self.dtype = name, weights, dtype
+        if isinstance(weights, Tensor) and weights.dim() != 3:
+            symbols = "[E, N, K]" if name == "w1" else "[E, K, I]"
+            raise ShapeError(f"{name}: expected {symbols}, got {list(weights.shape)}")
+        self.count: int | None = len(weights) if hasattr(weights, "__len__") else None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for matrix in self.weights:
+            if matrix.dim() != 2:
+                raise ShapeError(f"{self.name}: expected one [rows, columns] matrix per expert, got {list(matrix.shape)}")
+            if matrix.device.type != "cpu":
+                raise DeviceError(f"{self.name}: expected a CPU tensor, got {matrix.device}; move it with .cpu()")
+            if matrix.dtype != torch.bfloat16:
+                if self.dtype is None or not matrix.dtype.is_floating_point:
+                    raise DTypeError(
+                        f"{self.name}: expected torch.bfloat16, got {matrix.dtype}; pass dtype=torch.bfloat16 to round the weights, "
+                        f"or use the reference backend, which keeps their precision"
+                    )
+                matrix = matrix.detach().to(self.dtype)
+            yield matrix.detach()
+
+
+class _Stack:
+    """Packed experts, one after the other, in one `[E, elements]` buffer."""
+
+    def __init__(self, source: _Matrices, gate_layout: str) -> None:
+        self.name, self.gate_layout, self.count = source.name, gate_layout, source.count
+        self.dense_shape = (0, 0)
+        self.rows: list[Tensor] = []
+        self.buffer: Tensor | None = None
+        self.used = 0
+
+    def add(self, dense: Tensor) -> None:
+        rows, cols = dense.shape
+        if self.used == 0:
+            if self.gate_layout != "none" and rows % 2:
+                raise ShapeError(f"{self.name}: expected an even number of rows N = 2*I (gate and up), got {rows}")
+            self.dense_shape = (rows, cols)
+            self.size = ops.packed_elements(rows, cols, self.gate_layout)
+            if self.count is not None:
+                self.buffer = torch.empty((self.count, self.size), dtype=torch.bfloat16)
+        elif (rows, cols) != self.dense_shape:
+            raise ShapeError(f"{self.name}[{self.used}]: expected {list(self.dense_shape)} as the experts before it, got [{rows}, {cols}]")
+        if self.buffer is None:
+            self.rows.append(torch.empty(self.size, dtype=torch.bfloat16))
+        ops.pack_expert(dense, self.gate_layout, self.rows[-1] if self.buffer is None else self.buffer[self.used])
+        self.used += 1
+
+    def finish(self) -> Tensor:
+        if self.used == 0:
+            raise ShapeError(f"{self.name}: expected at least one expert, got none")
+        if self.buffer is not None:
+            return self.buffer
+        stacked = torch.empty((self.used, self.size), dtype=torch.bfloat16)
+        for index in range(self.used - 1, -1, -1):
+            stacked[index] = self.rows.pop()
+        return stacked
+
+
+def _pairs(first: _Matrices, second: _Matrices) -> Iterator[tuple[Tensor, Tensor]]:
+    """zip that names the shorter side."""
+    one, two, done = iter(first), iter(second), object()
+    count = 0
+    while True:
+        a, b = next(one, done), next(two, done)
+        if a is done and b is done:
+            return
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+            raise ShapeError(f"w1 and w2: expected the same number of experts E, but {'w1' if a is done else 'w2'} ends after {count}")
+        count += 1
+        yield a, b
+
+
+def _bias(name: str, bias: Tensor | None, symbols: tuple[str, str], shape: tuple[int, int]) -> Tensor | None:
+    if bias is None:
+        return None
+    if tuple(bias.shape) != shape:
+        raise ShapeError(f"{name}: expected [{', '.join(symbols)}] = {list(shape)}, got {list(bias.shape)}")
+    return bias.detach().to(torch.float32).contiguous()
+
+
+def _progress(total: int | None, show: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="packing experts", unit="expert", disable=not show)
