@@ -1,0 +1,50 @@
+#include "runtime/parallel.h"
+
+#include <emmintrin.h>
+#include <omp.h>
+#include <sched.h>
+
+#include "runtime/fork_guard.h"
+
+namespace moe {
+namespace {
+
+// A pause takes up to 140 cycles: 256 of them are about the 10 us that waking a sleeper would cost.
+constexpr int kPauses = 256;
+
+// A call from within a parallel region gets the team that OpenMP's nesting rules allow, by default one member.
+void run_here(int threads, TeamBody body, void* context) {
+#pragma omp parallel num_threads(threads)
+  body(context, omp_get_thread_num(), omp_get_num_threads());
+}
+
+}  // namespace
+
+void run_team(int threads, TeamBody body, void* context) {
+  if (threads <= 1) return body(context, 0, 1);
+  if (!pool_is_dead()) return run_here(threads, body, context);
+  // Without a helper there are no threads to be had: the caller is the whole team.
+  if (!run_beneath_helper(run_here, threads, body, context)) body(context, 0, 1);
+}
+
+void Barrier::wait(int team) {
+  const int mine = __atomic_load_n(&generation, __ATOMIC_RELAXED);
+  if (__atomic_add_fetch(&arrived, 1, __ATOMIC_ACQ_REL) == team) {
+    __atomic_store_n(&arrived, 0, __ATOMIC_RELAXED);  // before the release below: nobody arrives again until he has seen it
+    __atomic_add_fetch(&generation, 1, __ATOMIC_RELEASE);
+    return;
+  }
+  for (int turn = 0; __atomic_load_n(&generation, __ATOMIC_ACQUIRE) == mine; turn += turn < kPauses) spin_pause(turn);
+}
+
+void spin_pause(int turn) {
+  if (turn < kPauses) {
+    _mm_pause();
+  } else {
+    sched_yield();
+  }
+}
+
+int max_threads() { return omp_get_max_threads(); }
+
+}  // namespace moe
