@@ -1,0 +1,74 @@
+# Everything runs in a virtual environment made here on first use; `make help` lists the targets.
+PYTHON ?= python3
+VENV ?= .venv
+# The CPU build of torch is installed first, because pip would otherwise choose the newest build there is, on many hosts one with CUDA.
+# Where the index has no CPU build under that name: make bench TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+JOBS ?= $(shell nproc)
+BENCH_ARGS ?=
+PYTEST_ARGS ?=
+
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
+KERNELS := $(shell find kernels -type f)
+
+.DEFAULT_GOAL := help
+.PHONY: help bench bench-smoke test lint format asan wheel clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+	touch $@
+
+# Editable: Python files are used where they lie, and a changed kernel is compiled again by the next make.
+$(VENV)/.package: $(VENV)/.torch pyproject.toml $(KERNELS)
+	$(PIP) install "scikit-build-core>=0.10"
+	$(PIP) install --no-build-isolation --editable ".[plot,checkpoint]"
+	touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/.package
+	$(PIP) install --no-build-isolation --editable ".[test,transformers]"
+	touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/.test
+	$(PIP) install --no-build-isolation --editable ".[dev]"
+	touch $@
+
+bench: $(VENV)/.package ## measure this machine; BENCH_ARGS="--model mixtral-8x7b" for something else
+	$(VENV)/bin/moe-cpu bench $(BENCH_ARGS)
+
+bench-smoke: $(VENV)/.package ## run every benchmark path once on tiny cases
+	$(VENV)/bin/moe-cpu bench --suite bench/suites/smoke.json
+
+test: $(VENV)/.test ## run the tests; PYTEST_ARGS="-k align" for some of them
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev ## check style and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	find kernels tests -name '*.cpp' -o -name '*.h' | xargs $(VENV)/bin/clang-format --dry-run -Werror
+
+format: $(VENV)/.dev ## rewrite the sources in the project's style
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	find kernels tests -name '*.cpp' -o -name '*.h' | xargs $(VENV)/bin/clang-format -i
+
+# Python itself leaks on purpose, so leaks are only looked for in the native test program.
+asan: $(VENV)/.test ## run native code under AddressSanitizer and UndefinedBehaviorSanitizer
+	cmake -S kernels -B build/asan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DMOE_SANITIZE=ON -DMOE_TESTS=ON
+	cmake --build build/asan --parallel $(JOBS)
+	ctest --test-dir build/asan --output-on-failure
+	MOE_CPU_LIBRARY=$(CURDIR)/build/asan/libmoe_cpu.so ASAN_OPTIONS=detect_leaks=0 \
+	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	  $(VENV)/bin/python -m pytest -q -m sanitize
+
+wheel: $(VENV)/.torch ## build one wheel for every Python 3 into dist/
+	$(PIP) wheel --no-deps --wheel-dir dist .
+	ls dist
+
+clean: ## remove everything that make made
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
