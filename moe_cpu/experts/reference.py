@@ -1,0 +1,174 @@
+"""The reference backend: a loop over experts in plain torch, on any device, with a backward.
+
+It is the definition the other backends are compared with, the path for weights that keep float32 or float16, and the
+only one that computes gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_cpu.activations import activate
+from moe_cpu.checks import FLOAT_DTYPES, check_call, check_no_scales, default_gate_layout, is_packed
+from moe_cpu.errors import dtype_name, shape_error
+from moe_cpu.experts.config import ExpertsConfig
+from moe_cpu.grouping import group_by_expert, local_expert_ids, rows_of_experts
+from moe_cpu.modular_kernel import FusedMoEPermuteExpertsUnpermute
+
+
+class ReferenceExperts(FusedMoEPermuteExpertsUnpermute):
+    """out[m, s] = act(x[m] @ w1[e].T + b1[e]) @ w2[e].T + b2[e] with e = topk_ids[m, s], one expert after the other.
+
+    Numerics: operands are upcast and multiplied in float32; the activation is computed in float32 and rounded once to
+    the dtype of the weights (bf16, fp16) before the second GEMM; the result stays float32. With bf16 weights, a float32
+    or fp16 input is rounded to bf16 once. Float32 weights round nowhere; float64 weights compute in float64.
+    Memory: temporaries of one expert, and every expert's result; a `PackedExperts` is unpacked on each call.
+    """
+
+    name = "reference"
+    has_backward = True
+
+    @classmethod
+    def supports(cls, config: ExpertsConfig) -> tuple[bool, str]:
+        """Every device, activation and floating-point dtype."""
+        if config.weight_dtype not in FLOAT_DTYPES:
+            return False, f"weights are {dtype_name(config.weight_dtype)}, expected bf16, fp16, fp32 or fp64"
+        return True, ""
+
+    def workspace_shapes(
+        self, a: torch.Tensor, aq: torch.Tensor, M: int, N: int, K: int, topk: int, num_experts: int
+    ) -> tuple[int, int, torch.dtype]:
+        """Workspace13 takes the result; temporaries are torch's."""
+        rows = aq.shape[0] * M if aq.dim() == 3 else M * topk
+        return rows * K, 0, torch.float64 if aq.dtype == torch.float64 else torch.float32
+
+    def apply(
+        self,
+        hidden_states: torch.Tensor,
+        w1: Any,
+        w2: Any,
+        topk_ids: torch.Tensor,
+        activation: str,
+        global_num_experts: int = -1,
+        expert_map: torch.Tensor | None = None,
+        w1_scale: torch.Tensor | None = None,
+        w2_scale: torch.Tensor | None = None,
+        w1_zp: torch.Tensor | None = None,
+        w2_zp: torch.Tensor | None = None,
+        a1q_scale: torch.Tensor | None = None,
+        a2_scale: torch.Tensor | None = None,
+        workspace13: torch.Tensor | None = None,
+        workspace2: torch.Tensor | None = None,
+        expert_num_tokens: torch.Tensor | None = None,
+        *,
+        w1_bias: torch.Tensor | None = None,
+        w2_bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The unweighted result `[M, topk, K]` or `[E, max_num_tokens, K]`, float32; rows without an expert are zero.
+
+        Raises: ShapeError, DTypeError, DeviceError, ArgumentError, ExpertIdError.
+        """
+        check_no_scales(
+            w1_scale=w1_scale,
+            w2_scale=w2_scale,
+            w1_zp=w1_zp,
+            w2_zp=w2_zp,
+            a1q_scale=a1q_scale,
+            a2_scale=a2_scale,
+        )
+        layer = _Layer(w1, w2, activation, w1_bias, w2_bias)
+        if hidden_states.dim() == 3:
+            out = _result_memory(tuple(hidden_states.shape), layer, hidden_states, workspace13)
+            return layer.batched(hidden_states, expert_num_tokens, out)
+        size = check_call(
+            hidden_states,
+            w1,
+            w2,
+            None,
+            topk_ids,
+            activation,
+            False,
+            global_num_experts,
+            expert_map,
+            w1_bias,
+            w2_bias,
+        )
+        local_ids = local_expert_ids(topk_ids, size.E, expert_map)
+        out = _result_memory((size.M, size.topk, size.K), layer, hidden_states, workspace13)
+        return layer.routed(hidden_states, local_ids, out)
+
+
+class _Layer:
+    """One expert's arithmetic, and the two ways of feeding it: routed pairs, or rows already sorted by expert."""
+
+    def __init__(
+        self, w1: Any, w2: Any, activation: str, w1_bias: torch.Tensor | None, w2_bias: torch.Tensor | None
+    ) -> None:
+        self.activation = activation
+        self.gate_layout = default_gate_layout(activation)
+        if is_packed(w1, w2):
+            self.gate_layout = w1.gate_layout
+            w1_bias, w2_bias = w1.w1_bias, w1.w2_bias
+            w1, w2 = w1.unpack()
+        self.w1, self.w2 = w1, w2
+        # Taking experts apart once keeps the backward linear in E: indexing would make a full-size gradient for each.
+        self.w1_of, self.w2_of = w1.unbind(0), w2.unbind(0)
+        self.b1_of = None if w1_bias is None else w1_bias.unbind(0)
+        self.b2_of = None if w2_bias is None else w2_bias.unbind(0)
+        self.dtype = w1.dtype
+        self.compute = torch.float64 if w1.dtype == torch.float64 else torch.float32
+
+    def tensors(self) -> list[torch.Tensor]:
+        biases = [b for of in (self.b1_of, self.b2_of) if of is not None for b in of]
+        return [self.w1, self.w2, *biases]
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` in the compute dtype, rounded to bf16 first when the weights are bf16, as every bf16 kernel must."""
+        return (x.to(torch.bfloat16) if self.dtype == torch.bfloat16 else x).to(self.compute)
+
+    def expert(self, e: int, x: torch.Tensor) -> torch.Tensor:
+        h = x @ self.w1_of[e].to(self.compute).t()
+        if self.b1_of is not None:
+            h = h + self.b1_of[e].to(self.compute)
+        a = activate(h, self.activation, self.gate_layout).to(self.dtype).to(self.compute)
+        y = a @ self.w2_of[e].to(self.compute).t()
+        return y if self.b2_of is None else y + self.b2_of[e].to(self.compute)
+
+    def routed(self, x: torch.Tensor, local_ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        pairs, counts = group_by_expert(local_ids, len(self.w1_of))
+        out = out.zero_()
+        if pairs.numel() == 0:
+            return out
+        topk = local_ids.shape[1]
+        results = [
+            self.expert(e, self.rounded(x.index_select(0, mine // topk)))
+            for e, mine in enumerate(pairs.split(counts))
+            if mine.numel()
+        ]
+        return out.view(-1, out.shape[-1]).index_copy_(0, pairs, torch.cat(results)).view(out.shape)
+
+    def batched(
+        self, x: torch.Tensor, expert_num_tokens: torch.Tensor | None, out: torch.Tensor
+    ) -> torch.Tensor:
+        E, max_num_tokens, _ = x.shape
+        expected = (len(self.w1_of), max_num_tokens, self.w2.shape[1])
+        if tuple(x.shape) != expected:
+            raise shape_error("hidden_states", "[E, max_num_tokens, K]", expected, x.shape)
+        out = out.zero_()
+        for e, rows in enumerate(rows_of_experts(expert_num_tokens, E, max_num_tokens)):
+            if rows:
+                out[e, :rows] = self.expert(e, self.rounded(x[e, :rows]))
+        return out
+
+
+def _result_memory(
+    shape: tuple[int, ...], layer: _Layer, x: torch.Tensor, workspace: torch.Tensor | None
+) -> torch.Tensor:
+    """The workspace if the result fits and nobody needs it after the next call, as a backward would; else new memory."""
+    numel = torch.Size(shape).numel()
+    wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *layer.tensors()))
+    if workspace is None or workspace.dtype != layer.compute or workspace.numel() < numel or wants_grad:
+        return torch.empty(shape, dtype=layer.compute, device=x.device)
+    return workspace[:numel].view(shape)
