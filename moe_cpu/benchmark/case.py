@@ -1,0 +1,136 @@
+"""A benchmark case is data, and a suite is a grid of cases."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from moe_cpu.errors import ArgumentError
+from moe_cpu.models import ModelShape, find
+
+ROUTINGS = ("uniform", "zipf", "single", "router")
+SCHEMES = ("bf16",)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure.
+
+    Attributes:
+        shape: the layer.
+        M: tokens of one call.
+        contender: name of a backend or of a baseline; ``native:avx2`` names a backend and an instruction set.
+        scheme: how the weights are stored; "bf16".
+        threads: OpenMP threads.
+        routing: "uniform" (every expert equally likely), "zipf" (the r-th most popular expert has weight 1/r) "single" (every token takes the
+            same topk experts) or "router" (a checkpoint's own router on random hidden states).
+        seed: of weights, tokens and routing.
+    """
+
+    shape: ModelShape
+    M: int
+    contender: str
+    scheme: str
+    threads: int
+    routing: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Every combination of its shapes, token counts, routings and contenders.
+
+    Attributes:
+        shapes, tokens, contenders, routings, scheme, seed: see `Case`.
+        baseline: the contender that the others are compared with, or "" for no comparison.
+        threads: None takes torch's number of threads.
+        seconds: time spent on one point, shared by its contenders.
+        cold: whether weights must come from memory. If not, one layer is used and may stay in the cache: for smoke runs.
+        name: for reports.
+    """
+
+    shapes: tuple[ModelShape, ...]
+    tokens: tuple[int, ...] = (1, 16, 64, 256)
+    contenders: tuple[str, ...] = ("native", "onednn", "grouped_mm")
+    routings: tuple[str, ...] = ("uniform",)
+    baseline: str = "grouped_mm"
+    scheme: str = "bf16"
+    threads: int | None = None
+    seed: int = 0
+    seconds: float = 2.0
+    cold: bool = True
+    name: str = "suite"
+
+    def __post_init__(self) -> None:
+        for routing in self.routings:
+            if routing not in ROUTINGS:
+                raise ArgumentError(f"routing: expected one of {', '.join(ROUTINGS)}, got {routing!r}")
+        if self.scheme not in SCHEMES:
+            raise ArgumentError(f"scheme: expected one of {', '.join(SCHEMES)}, got {self.scheme!r}")
+        if not self.shapes or not self.tokens or not self.contenders:
+            raise ArgumentError(f"suite {self.name!r}: expected at least one shape, token count and contender")
+        if min(self.tokens) < 1:
+            raise ArgumentError(f"tokens: expected counts of at least 1, got {min(self.tokens)}")
+        if self.threads is not None and self.threads < 1:
+            raise ArgumentError(f"threads: expected at least 1, got {self.threads}")
+        if self.seconds <= 0:
+            raise ArgumentError(f"seconds: expected more than 0, got {self.seconds}")
+
+    def points(self) -> Iterator[tuple[ModelShape, str, int]]:
+        """Shape, routing and token count of every point; all contenders meet at each."""
+        for shape in self.shapes:
+            for routing in self.routings:
+                for M in self.tokens:
+                    yield shape, routing, M
+
+    @classmethod
+    def load(cls, path: str | Path) -> Suite:
+        """Reads a suite from a JSON file; see bench/README.md for the form.
+
+        Raises:
+            ArgumentError: the file is not JSON, or has an unknown key or value.
+        """
+        path = Path(path)
+        try:
+            data = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ArgumentError(f"suite: {path} cannot be read: {error}") from error
+        if not isinstance(data, dict):
+            raise ArgumentError(f"suite: expected a JSON object in {path}, got {type(data).__name__}")
+        data.pop("about", None)
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise ArgumentError(f"suite {path}: expected keys among {', '.join(sorted(known))}; got {', '.join(unknown)}")
+        data.setdefault("name", path.stem)
+        data["shapes"] = tuple(parse_shape(entry) for entry in data.get("shapes", ()))
+        for key in ("tokens", "contenders", "routings"):
+            if key in data:
+                data[key] = tuple(data[key])
+        return cls(**data)
+
+
+def parse_shape(entry: str | dict[str, Any]) -> ModelShape:
+    """A shape from a suite file: a model's name, ``{"model": name, "E": fewer experts}``, or the fields of a `ModelShape`.
+
+    Raises:
+        ArgumentError: an unknown model or field, or a field that is missing.
+    """
+    if isinstance(entry, str):
+        return find(entry)
+    if "model" in entry:
+        extra = sorted(set(entry) - {"model", "E"})
+        if extra:
+            raise ArgumentError(f"shape: beside a model only E can be given, got {', '.join(extra)}")
+        shape = find(entry["model"])
+        return shape.with_experts(int(entry["E"])) if "E" in entry else shape
+    try:
+        shape = ModelShape(**{"name": "custom", **entry})
+    except TypeError as error:
+        raise ArgumentError(f"shape: expected name, E, topk, K, I and other fields of ModelShape, got {entry}: {error}") from error
+    if not 1 <= shape.topk <= shape.E or min(shape.K, shape.I) < 1:
+        raise ArgumentError(f"shape: expected 1 <= topk <= E, K >= 1, I >= 1; got E={shape.E}, topk={shape.topk}, K={shape.K}, I={shape.I}")
+    return shape

@@ -1,0 +1,97 @@
+"""Where a measurement was made: what somebody needs to judge or repeat it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_cpu import isa, native_library, ops
+from moe_cpu.benchmark import memory
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def cpu_brand() -> str:
+    """The CPU's name. py-cpuinfo takes a second for it, so it is only asked here; without it /proc/cpuinfo answers."""
+    try:
+        import cpuinfo
+
+        brand = cpuinfo.get_cpu_info().get("brand_raw")
+        if brand:
+            return str(brand)
+    except Exception:  # it parses the output of many programs, and fails in as many ways
+        pass
+    return cpu_brand_from_proc()
+
+
+def cpu_brand_from_proc() -> str:
+    """The CPU's name as /proc/cpuinfo gives it, with family and model, which tell generations apart where a hypervisor hides the name."""
+    fields: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+        if not line.strip():
+            break
+    return f"{fields.get('model name', platform.machine())} (family {fields.get('cpu family', '?')}, model {fields.get('model', '?')})"
+
+
+def compiler() -> str | None:
+    """The compiler that built the native library, which notes itself in the library's .comment section."""
+    if not ops.available():
+        return None
+    path = next(path for path in native_library.candidates() if path.exists())
+    found = re.search(rb"GCC: \([^)\0]*\) [\d.]+|clang version [^\0]+", path.read_bytes())
+    return found.group().decode() if found else "unknown"
+
+
+def commit() -> str | None:
+    """Commit of the checkout this package runs from, with "+" when files differ from it; None outside a checkout."""
+    if not (_ROOT / ".git").exists():
+        return None
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(("git", "-C", str(_ROOT), *arguments), check=True, capture_output=True, text=True).stdout.strip()
+
+
+def version() -> str:
+    """Version of the installed distribution, "not installed" where the package is only on the path."""
+    try:
+        return metadata.version("moe-cpu")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def describe(threads: int) -> dict[str, Any]:
+    """Everything above, as it goes into a results file."""
+    native = ops.cpu_description() if ops.available() else {}
+    return {
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "cpu": cpu_brand(),
+        "logical_cpus": len(os.sched_getaffinity(0)),
+        "threads": threads,
+        "isa": isa.active() if isa.available() else None,
+        "isas": list(isa.available()),
+        "last_level_cache_bytes": memory.last_level_cache_bytes(),
+        "openmp_runtimes": native.get("openmp_runtimes", []),
+        "compiler": compiler(),
+        "moe_cpu": version(),
+        "commit": commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "variables": {key: value for key, value in sorted(os.environ.items()) if key.startswith(("MOE_CPU_", "OMP_", "KMP_", "GOMP_"))},
+    }

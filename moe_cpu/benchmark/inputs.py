@@ -1,0 +1,95 @@
+"""Weights, tokens and routing of a case, from a seed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_cpu.errors import ArgumentError
+from moe_cpu.models import ModelShape
+
+# Drawing normal numbers is the slowest part of making weights, so a few experts are drawn and the others are these with their rows rotated:
+# different numbers in every place, and memory of their own, which is what a measurement needs.
+_DRAWN_EXPERTS = 4
+
+
+class DenseLayer(NamedTuple):
+    """Dense weights: w1 `[E, N, K]` and w2 `[E, K, I]` bf16; biases `[E, N]` and `[E, K]` float32, or None."""
+
+    w1: Tensor
+    w2: Tensor
+    w1_bias: Tensor | None
+    w2_bias: Tensor | None
+
+
+class Inputs(NamedTuple):
+    """One call: x `[M, K]` bf16, topk_weights `[M, topk]` float32, topk_ids `[M, topk]` int32."""
+
+    x: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+
+
+def generator(seed: int) -> torch.Generator:
+    """A generator of its own, so that nobody else's draws are disturbed."""
+    return torch.Generator().manual_seed(seed)
+
+
+def _weights(E: int, rows: int, cols: int, rng: torch.Generator) -> Tensor:
+    drawn = min(E, _DRAWN_EXPERTS)
+    pool = torch.randn((drawn, rows, cols), generator=rng).mul_(cols**-0.5).to(torch.bfloat16)
+    out = torch.empty((E, rows, cols), dtype=torch.bfloat16)
+    for e in range(E):
+        shift = (e // drawn) % rows
+        source = pool[e % drawn]
+        out[e, : rows - shift].copy_(source[shift:])
+        out[e, rows - shift :].copy_(source[:shift])
+    return out
+
+
+def random_layer(shape: ModelShape, seed: int) -> DenseLayer:
+    """A layer with normal weights scaled so that activations stay of order one."""
+    rng = generator(seed)
+    w1 = _weights(shape.E, shape.N, shape.K, rng)
+    w2 = _weights(shape.E, shape.K, shape.I, rng)
+    if not shape.has_bias:
+        return DenseLayer(w1, w2, None, None)
+    w1_bias = torch.randn((shape.E, shape.N), generator=rng)
+    w2_bias = torch.randn((shape.E, shape.K), generator=rng)
+    return DenseLayer(w1, w2, w1_bias, w2_bias)
+
+
+def copy_layer(layer: DenseLayer, shift: int) -> DenseLayer:
+    """A layer in memory of its own whose expert e is expert e + shift (modulo E) of `layer`."""
+    return DenseLayer(*(None if t is None else torch.roll(t, -shift, dims=0) for t in layer))
+
+
+def random_tokens(M: int, K: int, rng: torch.Generator) -> Tensor:
+    """Hidden states `[M, K]` bf16, normal."""
+    return torch.randn((M, K), generator=rng).to(torch.bfloat16)
+
+
+def random_routing(shape: ModelShape, M: int, routing: str, rng: torch.Generator, popularity_seed: int) -> tuple[Tensor, Tensor]:
+    """Router weights `[M, topk]` float32 that sum to one and ids `[M, topk]` int32, different within a row.
+
+    Experts are drawn without replacement by adding Gumbel noise to the logarithm of their popularity and taking the topk largest
+    (Source: Kool, van Hoof, Welling 2019, "Stochastic beams and where to find them"). Which experts are popular depends on
+    `popularity_seed` alone, so all calls of one case agree about it.
+
+    Raises:
+        ArgumentError: "router", which only a checkpoint has.
+    """
+    if routing == "router":
+        raise ArgumentError("routing: 'router' runs the router of a checkpoint, and none was given; take uniform, zipf or single")
+    E, topk = shape.E, shape.topk
+    logits = torch.zeros(E)
+    if routing == "zipf":
+        order = torch.randperm(E, generator=generator(popularity_seed))
+        logits[order] = -torch.arange(1, E + 1, dtype=torch.float32).log()
+    noise = -torch.empty((M, E)).exponential_(generator=rng).log_()
+    if routing == "single":
+        noise = noise[:1].expand(M, E)
+    scores, ids = (logits + noise).topk(topk, dim=-1)
+    return scores.softmax(dim=-1).contiguous(), ids.to(torch.int32).contiguous()

@@ -1,0 +1,137 @@
+"""Results of a run: rows, a table of them, and the JSON file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_cpu.benchmark.case import Case
+from moe_cpu.benchmark.roofline import Ceilings, Work
+from moe_cpu.benchmark.timing import Comparison, Times
+from moe_cpu.errors import ArgumentError
+from moe_cpu.models import ModelShape
+
+# Raised when the meaning of a field changes.
+SCHEMA = 1
+
+OK, SKIPPED, WRONG, FAILED = "ok", "skipped", "wrong", "failed"
+
+
+@dataclass
+class Row:
+    """One case and what came of it.
+
+    Attributes:
+        case: what was to be measured.
+        isa: the instruction set that ran, for our native backend; None where the contender does not say.
+        ours: whether the contender is one of our backends.
+        status: "ok", "skipped" (cannot run here), "wrong" (the answer failed the check, so there is no time) or "failed" (it raised).
+        reason: a sentence, for every status but "ok".
+        relative_error: of the checked tokens, against float64.
+        times: seconds.
+        work: median over the calls of what they had to do.
+        limit: least seconds under the ceilings; None without ceilings.
+        binding: "compute" or "memory".
+        comparison: with the suite's baseline.
+        layers: layers of weights that calls took turns on.
+        evicted: whether the cache was emptied before each call, because the layers alone would not have done it.
+    """
+
+    case: Case
+    isa: str | None = None
+    ours: bool = False
+    status: str = OK
+    reason: str | None = None
+    relative_error: float | None = None
+    times: Times | None = None
+    work: Work | None = None
+    limit: float | None = None
+    binding: str | None = None
+    comparison: Comparison | None = None
+    layers: int = 0
+    evicted: bool = False
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return None if self.times is None else self.case.M / self.times.median
+
+    @property
+    def flops(self) -> float | None:
+        """FLOP/s of routed work."""
+        return None if self.times is None or self.work is None else self.work.flops / self.times.median
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes/s of routed work."""
+        return None if self.times is None or self.work is None else self.work.bytes / self.times.median
+
+    @property
+    def efficiency(self) -> float | None:
+        """Share of the binding ceiling, least time / median."""
+        return None if self.times is None or self.limit is None else self.limit / self.times.median
+
+
+@dataclass
+class Report:
+    """Rows and what they were measured under.
+
+    Attributes:
+        environment: see `moe_cpu.benchmark.environment.describe`.
+        ceilings: None when there was no native library to measure them with.
+        notes: sentences a reader should know, for example that memory was too short for enough layers.
+    """
+
+    environment: dict[str, Any]
+    ceilings: Ceilings | None
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether no backend of ours gave a wrong answer or raised."""
+        return not any(row.ours and row.status in (WRONG, FAILED) for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form; derived numbers are left out, `from_dict` has them again."""
+        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Report:
+        """Reads what `to_dict` made.
+
+        Raises:
+            ArgumentError: another schema.
+        """
+        if data.get("schema") != SCHEMA:
+            raise ArgumentError(f"results: expected schema {SCHEMA}, got {data.get('schema')!r}")
+        ceilings = data["ceilings"]
+        rows = [_row(row) for row in data["rows"]]
+        return cls(data["environment"], None if ceilings is None else Ceilings(**ceilings), rows, data["notes"])
+
+    def save(self, path: str | Path) -> None:
+        """Writes the JSON file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        """Reads a JSON file that `save` wrote.
+
+        Raises:
+            ArgumentError: it is not one.
+        """
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ArgumentError(f"results: {path} cannot be read: {error}") from error
+
+
+def _row(data: dict[str, Any]) -> Row:
+    case = {**data["case"], "shape": ModelShape(**data["case"]["shape"])}
+    parts: dict[str, Any] = {
+        name: None if data[name] is None else kind(**data[name])
+        for name, kind in (("times", Times), ("work", Work), ("comparison", Comparison))
+    }
+    return Row(**{**data, **parts, "case": Case(**case)})

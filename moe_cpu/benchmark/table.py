@@ -1,0 +1,77 @@
+"""A report as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+
+from moe_cpu.benchmark.report import OK, Report, Row
+
+_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("M", lambda r: str(r.case.M)),
+    ("contender", lambda r: r.case.contender),
+    ("isa", lambda r: r.isa or "-"),
+    ("median ms", lambda r: _milliseconds(r.times.median if r.times else None)),
+    ("p10 - p90", lambda r: f"{_milliseconds(r.times.p10)} - {_milliseconds(r.times.p90)}" if r.times else "-"),
+    ("n", lambda r: str(r.times.n) if r.times else "-"),
+    ("TFLOP/s", lambda r: _number(r.flops, 1e12)),
+    ("GB/s", lambda r: _number(r.bandwidth, 1e9)),
+    ("% of limit", lambda r: "-" if r.efficiency is None else f"{100 * r.efficiency:.0f} ({r.binding})"),
+    ("tokens/s", lambda r: "-" if r.tokens_per_second is None else f"{r.tokens_per_second:,.0f}"),
+    ("against baseline", lambda r: _against(r)),
+)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
+
+
+def _number(value: float | None, unit: float) -> str:
+    return "-" if value is None else f"{value / unit:.3g}"
+
+
+def _against(row: Row) -> str:
+    c = row.comparison
+    return "-" if c is None else f"{c.ratio:.2f}x [{c.low:.2f}, {c.high:.2f}] {c.verdict}"
+
+
+def lines(report: Report) -> Iterator[str]:
+    """The report, line by line: where it was measured, ceilings, one table for each shape and routing, what did not run and why."""
+    e = report.environment
+    yield f"{e['cpu']}, {e['logical_cpus']} logical CPUs, {e['threads']} threads, best ISA {e['isa'] or 'none'}"
+    yield f"moe-cpu {e['moe_cpu']} ({e['commit'] or 'no commit'}), torch {e['torch']}, Python {e['python']}, {e['compiler'] or 'no native library'}"
+    if report.ceilings is None:
+        yield "ceilings: not measured, the native library is missing"
+    else:
+        peaks = ", ".join(f"{name} {value / 1e12:.3g} TFLOP/s" for name, value in report.ceilings.matrix.items())
+        yield f"ceilings: {peaks} (operands in registers), memory {report.ceilings.read / 1e9:.3g} GB/s"
+    for (shape, routing), group in groupby(report.rows, key=lambda r: (r.case.shape, r.case.routing)):
+        rows = list(group)
+        yield ""
+        bias = ", biases" if shape.has_bias else ""
+        yield f"{shape.name}: E={shape.E} topk={shape.topk} K={shape.K} I={shape.I}, {shape.activation}{bias}, {routing} routing"
+        shown = [row for row in rows if row.status == OK]
+        yield from _table(shown)
+        for sentence in dict.fromkeys(_absence(row) for row in rows if row.status != OK):
+            yield "  " + sentence
+    for note in report.notes:
+        yield ""
+        yield "note: " + note
+
+
+def _absence(row: Row) -> str:
+    place = "" if row.status == "skipped" else f" at M={row.case.M}"
+    return f"{row.case.contender} {row.status}{place}: {row.reason}"
+
+
+def _table(rows: list[Row]) -> Iterator[str]:
+    if not rows:
+        return
+    cells = [[title for title, _ in _COLUMNS], *([show(row) for _, show in _COLUMNS] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(_COLUMNS))]
+    previous = None
+    for number, line in enumerate(cells):
+        if number > 1 and line[0] != previous:
+            yield ""
+        previous = line[0]
+        yield "  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))

@@ -1,0 +1,156 @@
+"""``moe-cpu bench``: measures layers on this machine, beside torch's own and beside other kernels."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from moe_cpu.benchmark import ROUTINGS, Report, Suite, run, table
+from moe_cpu.benchmark.baselines import BASELINES
+from moe_cpu.benchmark.checkpoint import Checkpoint
+from moe_cpu.errors import ArgumentError
+from moe_cpu.models import MODELS, ModelShape, find
+
+# Small enough to say something useful within a minute on two cores; the proportions are those of Qwen3's layers.
+DEFAULT_SHAPE = ModelShape("qwen3-like", E=64, topk=8, K=1024, I=512)
+
+_EPILOG = f"""\
+models: {", ".join(MODELS)}
+baselines: {", ".join(BASELINES)}
+The answer of every contender is compared with float64 before its time counts. Exit status 1: one of our backends was wrong or raised.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "bench",
+        help="measure layers on this machine",
+        description="Measures Mixture-of-Experts layers; without options, a small one.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what to measure")
+    what.add_argument("--suite", metavar="FILE", help="a grid from a JSON file (bench/suites); other options override it")
+    what.add_argument("--model", metavar="NAME", type=_list, help="published shapes, by name")
+    what.add_argument("--shape", metavar="E,topk,K,I", type=_shape, help="any shape")
+    what.add_argument("--experts", metavar="E", type=int, help="keep only so many experts of the model, as one of several ranks would")
+    what.add_argument("--checkpoint", metavar="DIR", help="weights and router of a Hugging Face checkpoint on disk")
+    what.add_argument("--layer", metavar="L", type=int, default=0, help="layer of the checkpoint (default 0)")
+    what.add_argument("--tokens", metavar="M,...", type=_counts, help="tokens in a call")
+    what.add_argument("--routing", metavar="NAME,...", type=_list, help=", ".join(r for r in ROUTINGS if r != "router"))
+    who = parser.add_argument_group("who takes part")
+    who.add_argument("--backend", metavar="NAME,...", type=_list, help="our backends; native:avx2 forces an instruction set")
+    who.add_argument("--baseline", metavar="NAME,...", type=_list, help="others; ratios are to the first (default grouped_mm; none for none)")
+    who.add_argument("--isa", metavar="NAME,...", type=_list, help="run the native backend once with each of these instruction sets")
+    how = parser.add_argument_group("how")
+    how.add_argument("--threads", metavar="N", type=int, help="OpenMP threads")
+    how.add_argument("--seconds", metavar="S", type=float, help="time for one point, shared by its contenders")
+    how.add_argument("--seed", metavar="N", type=int)
+    out = parser.add_argument_group("results")
+    out.add_argument("--json", metavar="FILE", help="write everything measured")
+    out.add_argument("--plot", metavar="FILE.png", help="draw rooflines and tokens/s (needs matplotlib)")
+    parser.set_defaults(run=main)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measures, prints the table, writes files."""
+    suite, checkpoint = build_suite(options)
+    sources = {} if checkpoint is None else {"make_layer": lambda *_: checkpoint.read_layer(), "make_inputs": checkpoint.make_inputs}
+    report = _with_progress(lambda tell: run(suite, progress=tell, **sources), 1 + len(suite.shapes) + len(list(suite.points())))
+    for line in table.lines(report):
+        print(line)
+    if options.json:
+        report.save(options.json)
+    if options.plot:
+        from moe_cpu.benchmark import plot
+
+        plot.save(report, options.plot)
+    return 0 if report.ok else 1
+
+
+def build_suite(options: argparse.Namespace) -> tuple[Suite, Checkpoint | None]:
+    """The suite that the options describe, and the checkpoint its weights come from, if any.
+
+    Raises:
+        ArgumentError: options that contradict each other, or a wrong value.
+    """
+    given = [name for name in ("suite", "model", "shape", "checkpoint") if getattr(options, name)]
+    if len(given) > 1:
+        raise ArgumentError(f"bench: expected one of --suite, --model, --shape and --checkpoint, got --{' and --'.join(given)}")
+    checkpoint = Checkpoint(options.checkpoint, options.layer) if options.checkpoint else None
+    changes: dict[str, Any] = {}
+    if checkpoint is not None:
+        if options.routing:
+            raise ArgumentError("bench: --routing contradicts --checkpoint, which brings its own router")
+        suite = Suite((checkpoint.shape,), routings=("router",), name="checkpoint")
+    elif options.suite:
+        suite = Suite.load(options.suite)
+    else:
+        shapes = tuple(map(find, options.model)) if options.model else (options.shape or DEFAULT_SHAPE,)
+        suite = Suite(shapes, name=shapes[0].name)
+    if options.experts is not None:
+        if checkpoint is not None:
+            raise ArgumentError("bench: --experts contradicts --checkpoint, whose router knows all experts")
+        changes["shapes"] = tuple(shape.with_experts(options.experts) for shape in suite.shapes)
+    for option, name in (("tokens", "tokens"), ("routing", "routings"), ("threads", "threads"), ("seconds", "seconds"), ("seed", "seed")):
+        if getattr(options, option) is not None:
+            value = getattr(options, option)
+            changes[name] = tuple(value) if isinstance(value, list) else value
+    changes.update(_contenders(suite, options))
+    return replace(suite, **changes), checkpoint
+
+
+def _contenders(suite: Suite, options: argparse.Namespace) -> dict[str, Any]:
+    ours = [name for name in suite.contenders if name not in BASELINES] if options.backend is None else options.backend
+    if options.isa:
+        forced = [f"native:{isa}" for isa in options.isa]
+        ours = [name for old in ours for name in (forced if old == "native" else [old])]
+        if not set(forced) & set(ours):
+            raise ArgumentError(f"bench: --isa is for the native backend, but the backends are {', '.join(ours)}")
+    theirs = [name for name in suite.contenders if name in BASELINES]
+    baseline = suite.baseline
+    if options.baseline is not None:
+        theirs = [name for name in options.baseline if name != "none"]
+        unknown = [name for name in theirs if name not in BASELINES]
+        if unknown:
+            raise ArgumentError(f"bench: expected baselines among {', '.join(BASELINES)} or none, got {', '.join(unknown)}")
+        baseline = theirs[0] if theirs else ""
+    return {"contenders": tuple(dict.fromkeys([*ours, *theirs])), "baseline": baseline}
+
+
+def _with_progress(work: Callable[[Callable[[str], None]], Report], steps: int) -> Report:
+    """Runs `work` with a bar on standard error; a bar is only drawn on a terminal."""
+    from tqdm import tqdm
+
+    with tqdm(total=steps, file=sys.stderr, disable=None, leave=False, bar_format="{desc} |{bar}| {n}/{total} {elapsed}") as bar:
+        started = False
+
+        def tell(text: str) -> None:
+            nonlocal started
+            bar.update(int(started))
+            started = True
+            bar.set_description_str(text)
+
+        return work(tell)
+
+
+def _list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _counts(text: str) -> list[int]:
+    return [int(part) for part in _list(text)]
+
+
+def _shape(text: str) -> ModelShape:
+    numbers = _counts(text)
+    if len(numbers) != 4:
+        raise argparse.ArgumentTypeError(f"expected four numbers E,topk,K,I, got {text!r}")
+    E, topk, K, width = numbers
+    if not 1 <= topk <= E or min(K, width) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 <= topk <= E, K >= 1 and I >= 1, got {text!r}")
+    return ModelShape("custom", E, topk, K, width)
