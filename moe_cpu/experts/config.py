@@ -23,7 +23,7 @@ class ExpertsConfig:
     gate_layout: str
     E: int
     K: int
-    I: int  # noqa: E741  the symbol of the intermediate size, everywhere in this package
+    I: int
     topk: int | None = None
 
 

@@ -12,9 +12,10 @@ import torch
 
 from moe_cpu.activations import activate
 from moe_cpu.checks import FLOAT_DTYPES, check_call, check_no_scales, default_gate_layout, is_packed
-from moe_cpu.errors import dtype_name, shape_error
+from moe_cpu.errors import dtype_name
 from moe_cpu.experts.config import ExpertsConfig
-from moe_cpu.grouping import group_by_expert, local_expert_ids, rows_of_experts
+from moe_cpu.experts.loop import result_memory, run_batched, run_routed
+from moe_cpu.grouping import local_expert_ids
 from moe_cpu.modular_kernel import FusedMoEPermuteExpertsUnpermute
 
 
@@ -78,30 +79,27 @@ class ReferenceExperts(FusedMoEPermuteExpertsUnpermute):
             a1q_scale=a1q_scale,
             a2_scale=a2_scale,
         )
+        if hidden_states.dim() != 3:
+            check_call(
+                hidden_states, w1, w2, None, topk_ids, activation, False, global_num_experts, expert_map,
+                w1_bias, w2_bias,
+            )  # fmt: skip
         layer = _Layer(w1, w2, activation, w1_bias, w2_bias)
+        E, K = layer.w2.shape[0], layer.w2.shape[1]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (hidden_states, *layer.tensors())):
+            workspace13 = None  # a backward still reads the result after the next call has reused the scratch
         if hidden_states.dim() == 3:
-            out = _result_memory(tuple(hidden_states.shape), layer, hidden_states, workspace13)
-            return layer.batched(hidden_states, expert_num_tokens, out)
-        size = check_call(
-            hidden_states,
-            w1,
-            w2,
-            None,
-            topk_ids,
-            activation,
-            False,
-            global_num_experts,
-            expert_map,
-            w1_bias,
-            w2_bias,
-        )
-        local_ids = local_expert_ids(topk_ids, size.E, expert_map)
-        out = _result_memory((size.M, size.topk, size.K), layer, hidden_states, workspace13)
-        return layer.routed(hidden_states, local_ids, out)
+            shape: tuple[int, ...] = (E, hidden_states.shape[1], K)
+            out = result_memory(shape, layer.compute, hidden_states.device, workspace13)
+            return run_batched(layer.expert, E, hidden_states, expert_num_tokens, out)
+        local_ids = local_expert_ids(topk_ids, E, expert_map)
+        shape = (*topk_ids.shape, K)
+        out = result_memory(shape, layer.compute, hidden_states.device, workspace13)
+        return run_routed(layer.expert, E, hidden_states, local_ids, out)
 
 
 class _Layer:
-    """One expert's arithmetic, and the two ways of feeding it: routed pairs, or rows already sorted by expert."""
+    """The arithmetic of each expert of one call."""
 
     def __init__(
         self, w1: Any, w2: Any, activation: str, w1_bias: torch.Tensor | None, w2_bias: torch.Tensor | None
@@ -124,51 +122,12 @@ class _Layer:
         biases = [b for of in (self.b1_of, self.b2_of) if of is not None for b in of]
         return [self.w1, self.w2, *biases]
 
-    def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` in the compute dtype, rounded to bf16 first when the weights are bf16, as every bf16 kernel must."""
-        return (x.to(torch.bfloat16) if self.dtype == torch.bfloat16 else x).to(self.compute)
-
     def expert(self, e: int, x: torch.Tensor) -> torch.Tensor:
+        # Every bf16 kernel takes bf16 rows, so the definition rounds the rows too.
+        x = (x.to(torch.bfloat16) if self.dtype == torch.bfloat16 else x).to(self.compute)
         h = x @ self.w1_of[e].to(self.compute).t()
         if self.b1_of is not None:
             h = h + self.b1_of[e].to(self.compute)
         a = activate(h, self.activation, self.gate_layout).to(self.dtype).to(self.compute)
         y = a @ self.w2_of[e].to(self.compute).t()
         return y if self.b2_of is None else y + self.b2_of[e].to(self.compute)
-
-    def routed(self, x: torch.Tensor, local_ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        pairs, counts = group_by_expert(local_ids, len(self.w1_of))
-        out = out.zero_()
-        if pairs.numel() == 0:
-            return out
-        topk = local_ids.shape[1]
-        results = [
-            self.expert(e, self.rounded(x.index_select(0, mine // topk)))
-            for e, mine in enumerate(pairs.split(counts))
-            if mine.numel()
-        ]
-        return out.view(-1, out.shape[-1]).index_copy_(0, pairs, torch.cat(results)).view(out.shape)
-
-    def batched(
-        self, x: torch.Tensor, expert_num_tokens: torch.Tensor | None, out: torch.Tensor
-    ) -> torch.Tensor:
-        E, max_num_tokens, _ = x.shape
-        expected = (len(self.w1_of), max_num_tokens, self.w2.shape[1])
-        if tuple(x.shape) != expected:
-            raise shape_error("hidden_states", "[E, max_num_tokens, K]", expected, x.shape)
-        out = out.zero_()
-        for e, rows in enumerate(rows_of_experts(expert_num_tokens, E, max_num_tokens)):
-            if rows:
-                out[e, :rows] = self.expert(e, self.rounded(x[e, :rows]))
-        return out
-
-
-def _result_memory(
-    shape: tuple[int, ...], layer: _Layer, x: torch.Tensor, workspace: torch.Tensor | None
-) -> torch.Tensor:
-    """The workspace if the result fits and nobody needs it after the next call, as a backward would; else new memory."""
-    numel = torch.Size(shape).numel()
-    wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *layer.tensors()))
-    if workspace is None or workspace.dtype != layer.compute or workspace.numel() < numel or wants_grad:
-        return torch.empty(shape, dtype=layer.compute, device=x.device)
-    return workspace[:numel].view(shape)

@@ -1,0 +1,46 @@
+"""Fast Mixture-of-Experts layers for x86-64 CPUs, behind the modular kernel interface.
+
+Importing this package imports torch and numpy only, patches nothing and prints nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from moe_cpu.experts import CPUExperts
+from moe_cpu.functional import fused_experts
+from moe_cpu.modular_kernel import (
+    FusedMoEModularKernel,
+    FusedMoEPermuteExpertsUnpermute,
+    FusedMoEPrepareAndFinalize,
+    PrepareResult,
+    _moe_problem_size,
+)
+from moe_cpu.packing import PackedExperts
+from moe_cpu.prepare_finalize import BatchedPrepareAndFinalize, MoEPrepareAndFinalizeNoEP
+
+if TYPE_CHECKING:
+    TritonExperts: type[FusedMoEPermuteExpertsUnpermute]
+
+__all__ = [
+    "BatchedPrepareAndFinalize",
+    "CPUExperts",
+    "FusedMoEModularKernel",
+    "FusedMoEPermuteExpertsUnpermute",
+    "FusedMoEPrepareAndFinalize",
+    "MoEPrepareAndFinalizeNoEP",
+    "PackedExperts",
+    "PrepareResult",
+    "_moe_problem_size",
+    "fused_experts",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Triton is large and needs a GPU driver, so its class is imported when somebody asks for it;
+    # `import *` does not ask.
+    if name == "TritonExperts":
+        from moe_cpu.experts.registry import backend_class
+
+        return backend_class("triton")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

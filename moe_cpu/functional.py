@@ -1,0 +1,160 @@
+"""The whole layer in one call."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from moe_cpu import ops
+from moe_cpu.checks import ProblemSize, check_call, check_no_scales
+from moe_cpu.combine import weight_input
+from moe_cpu.errors import no_backward_error
+from moe_cpu.experts.cpu import SelectedExperts
+from moe_cpu.experts.registry import requested
+from moe_cpu.modular_kernel import FusedMoEModularKernel
+from moe_cpu.pack_cache import packed_for
+from moe_cpu.packing import PackedExperts
+from moe_cpu.prepare_finalize import MoEPrepareAndFinalizeNoEP
+
+
+def fused_experts(
+    hidden_states: torch.Tensor,
+    w1: Any,
+    w2: Any,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    inplace: bool = False,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    global_num_experts: int = -1,
+    expert_map: torch.Tensor | None = None,
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    w1_zp: torch.Tensor | None = None,
+    w2_zp: torch.Tensor | None = None,
+    a1_scale: torch.Tensor | None = None,
+    a2_scale: torch.Tensor | None = None,
+    w1_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """y[m] = sum over s of topk_weights[m, s] * (act(x[m] @ w1[e].T + b1[e]) @ w2[e].T + b2[e]), e = topk_ids[m, s].
+
+    Args:
+        hidden_states: x, `[M, K]` bf16, fp16 or float32 (float64 with float64 weights), any strides.
+        w1: `[E, N, K]`, gate rows then up rows (alternating for swigluoai; `[E, I, K]` for relu2), or a `PackedExperts`.
+        w2: `[E, K, I]` in the dtype of `w1`; None with a `PackedExperts`.
+        topk_weights: `[M, topk]` float32, bf16 or fp16.
+        topk_ids: `[M, topk]` int32 or int64, global expert ids, -1 = no expert.
+        inplace: write the result into `hidden_states` and return it.
+        activation: silu, gelu (erf), gelu_tanh, swigluoai or relu2.
+        apply_router_weight_on_input: multiply x, instead of the expert's result, by the weight; topk must be 1.
+        global_num_experts: experts on all ranks; -1 = the length of `expert_map`, or E without one.
+        expert_map: `[global_num_experts]` int32, global to local id, -1 = on another rank: such a pair contributes zero.
+        w1_scale, w2_scale, w1_zp, w2_zp, a1_scale, a2_scale: None; no quantised scheme takes them.
+        w1_bias, w2_bias: `[E, N]` and `[E, K]`; packed weights carry their own.
+        backend: "auto" (which MOE_CPU_BACKEND may replace) or a name of `moe_cpu.experts.list_backends()`.
+    Returns: `[M, K]` contiguous, in the dtype of `hidden_states`.
+    Raises: ShapeError, DTypeError, DeviceError, ArgumentError, ExpertIdError, BackendUnavailable, NoBackward.
+    Numerics: float32 accumulation; the activation in float32, rounded once to the weights' dtype; weights and sum in
+    float32; one rounding of the result. With bf16 weights, x is rounded to bf16 once.
+    Memory: no input is modified (but `hidden_states` under `inplace`). Dense bf16 weights are packed on first use and
+    the copy kept with them; scratch belongs to the calling thread.
+    """
+    if (
+        w1_scale is not None or w2_scale is not None or w1_zp is not None or w2_zp is not None
+        or a1_scale is not None or a2_scale is not None
+    ):  # fmt: skip
+        check_no_scales(
+            w1_scale=w1_scale,
+            w2_scale=w2_scale,
+            w1_zp=w1_zp,
+            w2_zp=w2_zp,
+            a1_scale=a1_scale,
+            a2_scale=a2_scale,
+        )
+    size = check_call(
+        hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input, global_num_experts,
+        expert_map, w1_bias, w2_bias,
+    )  # fmt: skip
+    name = requested(backend)
+    if type(w1) is PackedExperts and (name == "auto" or name == "native"):
+        # Packed weights come from the native library and only it reads them as they are: there is nothing to choose.
+        return _native(
+            size,
+            hidden_states,
+            w1,
+            topk_weights,
+            topk_ids,
+            inplace,
+            activation,
+            apply_router_weight_on_input,
+            expert_map,
+        )
+    experts, kernel = _stages(name)
+    chosen = experts.backend_for(hidden_states, w1, w2, activation, w1_bias, w2_bias)
+    if chosen.name == "native":
+        _refuse_backward(w1=w1, w2=w2, w1_bias=w1_bias, w2_bias=w2_bias)
+        packed = packed_for(w1, w2, w1_bias, w2_bias, activation)
+        return _native(
+            size,
+            hidden_states,
+            packed,
+            topk_weights,
+            topk_ids,
+            inplace,
+            activation,
+            apply_router_weight_on_input,
+            expert_map,
+        )
+    return kernel(
+        hidden_states, w1, w2, topk_weights, topk_ids, inplace, activation, global_num_experts, expert_map,
+        apply_router_weight_on_input=apply_router_weight_on_input, w1_bias=w1_bias, w2_bias=w2_bias,
+    )  # fmt: skip
+
+
+@functools.cache
+def _stages(backend: str) -> tuple[SelectedExperts, FusedMoEModularKernel]:
+    experts = SelectedExperts(backend)
+    return experts, FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(), experts)
+
+
+def _native(
+    size: ProblemSize,
+    x: torch.Tensor,
+    packed: PackedExperts,
+    topk_weights: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    inplace: bool,
+    activation: str,
+    on_input: bool,
+    expert_map: torch.Tensor | None,
+) -> torch.Tensor:
+    """The native layer on checked arguments, past the modular kernel: it needs no stage of its own before or after."""
+    assert topk_weights is not None
+    if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
+        _refuse_backward(hidden_states=x, topk_weights=topk_weights)
+    if size.M == 0 or size.topk == 0:
+        return x.zero_() if inplace else torch.zeros(x.shape, dtype=x.dtype)
+    if expert_map is not None and (expert_map.dtype != torch.int32 or not expert_map.is_contiguous()):
+        expert_map = expert_map.to(torch.int32).contiguous()
+    tokens = x
+    if on_input:
+        tokens, topk_weights = weight_input(x, topk_weights), None
+    elif topk_weights.dtype == torch.float64:
+        topk_weights = topk_weights.float()
+    # The kernel may still read a row of x after it has written that row of the result, so inplace needs a copy.
+    out = ops.fused_experts(
+        tokens, packed, topk_weights, topk_ids, activation=activation, expert_map=expert_map
+    )
+    return x.copy_(out) if inplace else out
+
+
+def _refuse_backward(**tensors: torch.Tensor | None) -> None:
+    if not torch.is_grad_enabled():
+        return
+    names = [name for name, tensor in tensors.items() if tensor is not None and tensor.requires_grad]
+    if names:
+        raise no_backward_error("native", names)
