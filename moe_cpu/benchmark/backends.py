@@ -53,10 +53,20 @@ class Backend(Contender):
     def run(self, prepared: Any, inputs: Inputs, shape: ModelShape) -> Tensor:
         x, weights, ids = inputs
         if self._packs:
-            return fused_experts(x, prepared, None, weights, ids, activation=shape.activation, backend="native")
+            return fused_experts(
+                x, prepared, None, weights, ids, activation=shape.activation, backend="native"
+            )
         w1, w2, w1_bias, w2_bias = prepared
         return fused_experts(
-            x, w1, w2, weights, ids, activation=shape.activation, w1_bias=w1_bias, w2_bias=w2_bias, backend=self.backend
+            x,
+            w1,
+            w2,
+            weights,
+            ids,
+            activation=shape.activation,
+            w1_bias=w1_bias,
+            w2_bias=w2_bias,
+            backend=self.backend,
         )
 
 
@@ -76,5 +86,7 @@ def find(name: str) -> Contender:
             f"or a baseline ({', '.join(BASELINES)}), got {name!r}"
         )
     if isa_name and isa_name not in isa.names():
-        raise ArgumentError(f"contender {name}: expected an instruction set among {', '.join(isa.names())}, got {isa_name!r}")
+        raise ArgumentError(
+            f"contender {name}: expected an instruction set among {', '.join(isa.names())}, got {isa_name!r}"
+        )
     return Backend(backend, isa_name or None)

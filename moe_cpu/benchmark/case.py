@@ -71,7 +71,9 @@ class Suite:
         if self.scheme not in SCHEMES:
             raise ArgumentError(f"scheme: expected one of {', '.join(SCHEMES)}, got {self.scheme!r}")
         if not self.shapes or not self.tokens or not self.contenders:
-            raise ArgumentError(f"suite {self.name!r}: expected at least one shape, token count and contender")
+            raise ArgumentError(
+                f"suite {self.name!r}: expected at least one shape, token count and contender"
+            )
         if min(self.tokens) < 1:
             raise ArgumentError(f"tokens: expected counts of at least 1, got {min(self.tokens)}")
         if self.threads is not None and self.threads < 1:
@@ -79,12 +81,11 @@ class Suite:
         if self.seconds <= 0:
             raise ArgumentError(f"seconds: expected more than 0, got {self.seconds}")
 
-    def points(self) -> Iterator[tuple[ModelShape, str, int]]:
-        """Shape, routing and token count of every point; all contenders meet at each."""
-        for shape in self.shapes:
-            for routing in self.routings:
-                for M in self.tokens:
-                    yield shape, routing, M
+    def points(self) -> Iterator[tuple[str, int]]:
+        """Routing and token count of every point of one shape; all contenders meet at each."""
+        for routing in self.routings:
+            for M in self.tokens:
+                yield routing, M
 
     @classmethod
     def load(cls, path: str | Path) -> Suite:
@@ -104,7 +105,9 @@ class Suite:
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown:
-            raise ArgumentError(f"suite {path}: expected keys among {', '.join(sorted(known))}; got {', '.join(unknown)}")
+            raise ArgumentError(
+                f"suite {path}: expected keys among {', '.join(sorted(known))}; got {', '.join(unknown)}"
+            )
         data.setdefault("name", path.stem)
         data["shapes"] = tuple(parse_shape(entry) for entry in data.get("shapes", ()))
         for key in ("tokens", "contenders", "routings"):
@@ -130,7 +133,11 @@ def parse_shape(entry: str | dict[str, Any]) -> ModelShape:
     try:
         shape = ModelShape(**{"name": "custom", **entry})
     except TypeError as error:
-        raise ArgumentError(f"shape: expected name, E, topk, K, I and other fields of ModelShape, got {entry}: {error}") from error
+        raise ArgumentError(
+            f"shape: expected name, E, topk, K, I and other fields of ModelShape, got {entry}: {error}"
+        ) from error
     if not 1 <= shape.topk <= shape.E or min(shape.K, shape.I) < 1:
-        raise ArgumentError(f"shape: expected 1 <= topk <= E, K >= 1, I >= 1; got E={shape.E}, topk={shape.topk}, K={shape.K}, I={shape.I}")
+        raise ArgumentError(
+            f"shape: expected 1 <= topk <= E, K >= 1, I >= 1; got E={shape.E}, topk={shape.topk}, K={shape.K}, I={shape.I}"
+        )
     return shape

@@ -69,8 +69,14 @@ def verdict(got: Tensor, rows: Tensor, want: Tensor, scale: Tensor) -> tuple[flo
     whole = float(error.norm() / want.norm().clamp_min(torch.finfo(torch.float64).tiny))
     if float(relative.max()) > TOLERANCE:
         worst = int(relative.argmax())
-        return whole, f"token {int(rows[worst])} is off by {float(relative[worst]):.3g} of its norm; at most {TOLERANCE:.3g} is rounding"
+        return (
+            whole,
+            f"token {int(rows[worst])} is off by {float(relative[worst]):.3g} of its norm; at most {TOLERANCE:.3g} is rounding",
+        )
     if bool((error > TOLERANCE * scale).any()):
         row, column = (error > TOLERANCE * scale).nonzero()[0].tolist()
-        return whole, f"element [{int(rows[row])}, {column}] is off by {float(error[row, column]):.3g}, more than rounding can be"
+        return (
+            whole,
+            f"element [{int(rows[row])}, {column}] is off by {float(error[row, column]):.3g}, more than rounding can be",
+        )
     return whole, None

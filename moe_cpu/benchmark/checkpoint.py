@@ -33,7 +33,7 @@ _FAMILIES = (
 
 
 class Checkpoint:
-    """A layer of a checkpoint: its shape at once, its weights on `read_layer`.
+    """A layer of a checkpoint: its shape at once, its weights on `make_layer`.
 
     Args:
         folder: holds config.json and model.safetensors, or several files with model.safetensors.index.json.
@@ -57,7 +57,9 @@ class Checkpoint:
     def _find_files(self) -> dict[str, Path]:
         index = self.folder / _INDEX
         if index.exists():
-            return {name: self.folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+            return {
+                name: self.folder / file for name, file in json.loads(index.read_text())["weight_map"].items()
+            }
         single = self.folder / _SINGLE
         if not single.exists():
             raise ArgumentError(f"checkpoint: expected {_SINGLE} or {_INDEX} in {self.folder}, found neither")
@@ -67,12 +69,21 @@ class Checkpoint:
     def _find_family(self) -> _Names:
         for names in _FAMILIES:
             found = names._replace(prefix=names.prefix.format(layer=self.layer))
-            if f"{found.prefix}.gate.weight" in self._files and f"{found.prefix}.experts.0.{found.gate}.weight" in self._files:
+            if (
+                f"{found.prefix}.gate.weight" in self._files
+                and f"{found.prefix}.experts.0.{found.gate}.weight" in self._files
+            ):
                 if f"{found.prefix}.gate.e_score_correction_bias" in self._files:
-                    raise ArgumentError(f"checkpoint: layer {self.layer} has a sigmoid router with a correction bias; only softmax is read")
+                    raise ArgumentError(
+                        f"checkpoint: layer {self.layer} has a sigmoid router with a correction bias; only softmax is read"
+                    )
                 return found
-        known = " or ".join(f"{n.prefix.format(layer=self.layer)}.experts.0.{n.gate}.weight" for n in _FAMILIES)
-        raise ArgumentError(f"checkpoint: layer {self.layer} of {self.folder} has no routed experts: expected a tensor {known} and a gate.weight")
+        known = " or ".join(
+            f"{n.prefix.format(layer=self.layer)}.experts.0.{n.gate}.weight" for n in _FAMILIES
+        )
+        raise ArgumentError(
+            f"checkpoint: layer {self.layer} of {self.folder} has no routed experts: expected a tensor {known} and a gate.weight"
+        )
 
     def _key(self, name: str) -> str:
         return f"{self._names.prefix}.{name}"
@@ -96,18 +107,21 @@ class Checkpoint:
             raise ArgumentError(f"checkpoint: {key} has {columns} columns, but the router takes K = {K}")
         topk = int(self._config.get("num_experts_per_tok", 0))
         if not 1 <= topk <= E:
-            raise ArgumentError(f"checkpoint: expected num_experts_per_tok in 1 .. E = {E} in config.json, got {topk}")
+            raise ArgumentError(
+                f"checkpoint: expected num_experts_per_tok in 1 .. E = {E} in config.json, got {topk}"
+            )
         renormalized = self._names.gate == "w1" or bool(self._config.get("norm_topk_prob", False))
         router = "softmax_renormalized" if renormalized else "softmax"
-        return ModelShape(f"{self.folder.name}-layer{self.layer}", E, topk, K, rows, router=router, source=self.folder.name)
+        return ModelShape(
+            f"{self.folder.name}-layer{self.layer}", E, topk, K, rows, router=router, source=self.folder.name
+        )
 
-    def read_layer(self) -> DenseLayer:
+    def make_layer(self, shape: ModelShape, seed: int) -> DenseLayer:
         """The experts as w1 `[E, 2*I, K]` (gate rows, then up rows) and w2 `[E, K, I]`, bf16.
 
         Raises:
             DTypeError: the checkpoint is not bf16. Memory: one expert beside the result.
         """
-        shape = self.shape
         w1 = torch.empty((shape.E, shape.N, shape.K), dtype=torch.bfloat16)
         w2 = torch.empty((shape.E, shape.K, shape.I), dtype=torch.bfloat16)
         for e in range(shape.E):
@@ -123,7 +137,7 @@ class Checkpoint:
             raise _wrong_dtype(self._key(name), tensor.dtype)
         return tensor
 
-    def make_inputs(self, shape: ModelShape, M: int, routing: str, rng: torch.Generator, popularity_seed: int) -> Inputs:
+    def make_inputs(self, shape: ModelShape, M: int, routing: str, rng: torch.Generator, seed: int) -> Inputs:
         """Random hidden states of unit variance, as a norm layer leaves them, and what this layer's router makes of them."""
         x = random_tokens(M, shape.K, rng)
         probabilities = (x.float() @ self._router.T).softmax(dim=-1)
@@ -141,5 +155,7 @@ def _open(path: Path) -> Any:
     try:
         from safetensors import safe_open
     except ImportError as error:
-        raise ArgumentError("checkpoint: reading one needs safetensors; install moe-cpu[checkpoint]") from error
+        raise ArgumentError(
+            "checkpoint: reading one needs safetensors; install moe-cpu[checkpoint]"
+        ) from error
     return safe_open(str(path), framework="pt", device="cpu")

@@ -19,28 +19,28 @@ from moe_cpu.benchmark import memory
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def cpu_brand() -> str:
-    """The CPU's name. py-cpuinfo takes a second for it, so it is only asked here; without it /proc/cpuinfo answers."""
-    try:
-        import cpuinfo
+def cpu_name(*, thorough: bool = False) -> str:
+    """The CPU's name with family and model, which tell generations apart where a hypervisor hides the name.
 
-        brand = cpuinfo.get_cpu_info().get("brand_raw")
-        if brand:
-            return str(brand)
-    except Exception:  # it parses the output of many programs, and fails in as many ways
-        pass
-    return cpu_brand_from_proc()
-
-
-def cpu_brand_from_proc() -> str:
-    """The CPU's name as /proc/cpuinfo gives it, with family and model, which tell generations apart where a hypervisor hides the name."""
+    `thorough` asks py-cpuinfo, which takes a second for it, and only then /proc/cpuinfo.
+    """
     fields: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         key, _, value = line.partition(":")
         fields.setdefault(key.strip(), value.strip())
         if not line.strip():
             break
-    return f"{fields.get('model name', platform.machine())} (family {fields.get('cpu family', '?')}, model {fields.get('model', '?')})"
+    brand = (_brand_by_cpuinfo() if thorough else None) or fields.get("model name", platform.machine())
+    return f"{brand} (family {fields.get('cpu family', '?')}, model {fields.get('model', '?')})"
+
+
+def _brand_by_cpuinfo() -> str | None:
+    try:
+        import cpuinfo
+
+        return cpuinfo.get_cpu_info().get("brand_raw")
+    except Exception:  # it reads the output of many programs, and fails in as many ways
+        return None
 
 
 def compiler() -> str | None:
@@ -64,7 +64,9 @@ def commit() -> str | None:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(("git", "-C", str(_ROOT), *arguments), check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ("git", "-C", str(_ROOT), *arguments), check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def version() -> str:
@@ -80,7 +82,7 @@ def describe(threads: int) -> dict[str, Any]:
     native = ops.cpu_description() if ops.available() else {}
     return {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "cpu": cpu_brand(),
+        "cpu": cpu_name(thorough=True),
         "logical_cpus": len(os.sched_getaffinity(0)),
         "threads": threads,
         "isa": isa.active() if isa.available() else None,
@@ -93,5 +95,9 @@ def describe(threads: int) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "kernel": platform.release(),
-        "variables": {key: value for key, value in sorted(os.environ.items()) if key.startswith(("MOE_CPU_", "OMP_", "KMP_", "GOMP_"))},
+        "variables": {
+            key: value
+            for key, value in sorted(os.environ.items())
+            if key.startswith(("MOE_CPU_", "OMP_", "KMP_", "GOMP_"))
+        },
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,26 @@ class Inputs(NamedTuple):
     x: Tensor
     topk_weights: Tensor
     topk_ids: Tensor
+
+
+class Source(Protocol):
+    """Where weights and calls come from."""
+
+    def make_layer(self, shape: ModelShape, seed: int) -> DenseLayer:
+        """Weights of one layer."""
+
+    def make_inputs(self, shape: ModelShape, M: int, routing: str, rng: torch.Generator, seed: int) -> Inputs:
+        """One call with M tokens; `rng` moves on from call to call, `seed` is the same for all calls of a case."""
+
+
+class RandomSource:
+    """Random weights, tokens and routing: what is measured where no checkpoint is given."""
+
+    def make_layer(self, shape: ModelShape, seed: int) -> DenseLayer:
+        return random_layer(shape, seed)
+
+    def make_inputs(self, shape: ModelShape, M: int, routing: str, rng: torch.Generator, seed: int) -> Inputs:
+        return Inputs(random_tokens(M, shape.K, rng), *random_routing(shape, M, routing, rng, seed))
 
 
 def generator(seed: int) -> torch.Generator:
@@ -63,7 +83,10 @@ def random_layer(shape: ModelShape, seed: int) -> DenseLayer:
 
 def copy_layer(layer: DenseLayer, shift: int) -> DenseLayer:
     """A layer in memory of its own whose expert e is expert e + shift (modulo E) of `layer`."""
-    return DenseLayer(*(None if t is None else torch.roll(t, -shift, dims=0) for t in layer))
+    w1, w2, w1_bias, w2_bias = (None if t is None else torch.roll(t, -shift, dims=0) for t in layer)
+    assert w1 is not None
+    assert w2 is not None
+    return DenseLayer(w1, w2, w1_bias, w2_bias)
 
 
 def random_tokens(M: int, K: int, rng: torch.Generator) -> Tensor:
@@ -71,7 +94,9 @@ def random_tokens(M: int, K: int, rng: torch.Generator) -> Tensor:
     return torch.randn((M, K), generator=rng).to(torch.bfloat16)
 
 
-def random_routing(shape: ModelShape, M: int, routing: str, rng: torch.Generator, popularity_seed: int) -> tuple[Tensor, Tensor]:
+def random_routing(
+    shape: ModelShape, M: int, routing: str, rng: torch.Generator, popularity_seed: int
+) -> tuple[Tensor, Tensor]:
     """Router weights `[M, topk]` float32 that sum to one and ids `[M, topk]` int32, different within a row.
 
     Experts are drawn without replacement by adding Gumbel noise to the logarithm of their popularity and taking the topk largest
@@ -82,7 +107,9 @@ def random_routing(shape: ModelShape, M: int, routing: str, rng: torch.Generator
         ArgumentError: "router", which only a checkpoint has.
     """
     if routing == "router":
-        raise ArgumentError("routing: 'router' runs the router of a checkpoint, and none was given; take uniform, zipf or single")
+        raise ArgumentError(
+            "routing: 'router' runs the router of a checkpoint, and none was given; take uniform, zipf or single"
+        )
     E, topk = shape.E, shape.topk
     logits = torch.zeros(E)
     if routing == "zipf":

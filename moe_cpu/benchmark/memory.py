@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,14 @@ class Plan:
     available: int
     wanted_layers: int
 
+    def notes(self, shape: ModelShape, cache_bytes: int) -> Iterator[str]:
+        """Says so when there are fewer layers than wanted."""
+        if self.layers < self.wanted_layers:
+            yield (
+                f"{shape.name}: memory holds {self.layers} of the {self.wanted_layers} layers whose weights exceed twice the last-level cache "
+                f"of {cache_bytes / 2**20:.0f} MiB; the cache was emptied before each call instead"
+            )
+
 
 def available_bytes() -> int:
     """Bytes this process can still get: what the kernel calls available, or the control group's limit if that is less."""
@@ -43,7 +51,10 @@ def available_bytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
         try:
             free = min(free, int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text()))
         except (OSError, ValueError):
@@ -67,7 +78,9 @@ def layer_bytes(shape: ModelShape) -> int:
     return shape.E * shape.expert_elements * _BF16 + biases
 
 
-def plan(shape: ModelShape, M: int, contenders: Sequence[Contender], cache_bytes: int, extra: int, available: int) -> Plan:
+def plan(
+    shape: ModelShape, M: int, contenders: Sequence[Contender], cache_bytes: int, extra: int, available: int
+) -> Plan:
     """How many layers to keep so that their weights exceed twice the cache, as far as memory allows.
 
     Args:

@@ -32,11 +32,17 @@ def save(report: Report, path: str | Path) -> None:
     rows = [row for row in report.rows if row.status == OK and row.times is not None]
     if not rows:
         raise ArgumentError("plot: the report has no measured case")
-    groups = [(key, list(group)) for key, group in groupby(rows, key=lambda r: (r.case.shape, r.case.routing))]
+    groups = [
+        (key, list(group)) for key, group in groupby(rows, key=lambda r: (r.case.shape, r.case.routing))
+    ]
     names = list(dict.fromkeys(row.case.contender for row in rows))
-    style = {name: {"color": f"C{i % 10}", "marker": _MARKERS[i % len(_MARKERS)]} for i, name in enumerate(names)}
+    style = {
+        name: {"color": f"C{i % 10}", "marker": _MARKERS[i % len(_MARKERS)]} for i, name in enumerate(names)
+    }
     width, height = _INCHES_A_PANEL
-    figure, axes = plt.subplots(len(groups), 2, figsize=(2 * width, len(groups) * height + 0.4), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        len(groups), 2, figsize=(2 * width, len(groups) * height + 0.4), squeeze=False, layout="constrained"
+    )
     for (left, right), ((shape, routing), group) in zip(axes, groups, strict=True):
         title = f"{shape.name} (E={shape.E}, topk={shape.topk}, K={shape.K}, I={shape.I}), {routing}"
         _roofline(left, report, group, style)
@@ -44,7 +50,10 @@ def save(report: Report, path: str | Path) -> None:
         _throughput(right, group, style)
         right.set_title("tokens per second", fontsize=9)
     e = report.environment
-    figure.suptitle(f"{e['cpu']}, {e['threads']} threads, moe-cpu {e['moe_cpu']} ({e['commit'] or 'no commit'}), torch {e['torch']}", fontsize=9)
+    figure.suptitle(
+        f"{e['cpu']}, {e['threads']} threads, moe-cpu {e['moe_cpu']} ({e['commit'] or 'no commit'}), torch {e['torch']}",
+        fontsize=9,
+    )
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -60,12 +69,22 @@ def _roofline(axes: Any, report: Report, rows: list[Row], style: dict[str, Any])
     intensities = [row.work.flops / row.work.bytes for row in rows if row.work]
     low, high = min(intensities) / 2, max(intensities) * 2
     if report.ceilings is not None:
+        high = max(high, 2 * max(report.ceilings.matrix.values()) / report.ceilings.read)
         for name, peak in report.ceilings.matrix.items():
             ridge = peak / report.ceilings.read
             corners = [low, min(max(ridge, low), high), high]
-            axes.plot(corners, [min(peak, report.ceilings.read * c) / 1e12 for c in corners], color="0.3", linewidth=1)
-            axes.annotate(f"{name} peak", (high, peak / 1e12), ha="right", va="bottom", fontsize=7, color="0.3")
-        axes.annotate("read bandwidth", (low, report.ceilings.read * low / 1e12), va="bottom", fontsize=7, color="0.3")
+            axes.plot(
+                corners,
+                [min(peak, report.ceilings.read * c) / 1e12 for c in corners],
+                color="0.3",
+                linewidth=1,
+            )
+            axes.annotate(
+                f"{name} peak", (high, peak / 1e12), ha="right", va="bottom", fontsize=7, color="0.3"
+            )
+        axes.annotate(
+            "read bandwidth", (low, report.ceilings.read * low / 1e12), va="bottom", fontsize=7, color="0.3"
+        )
     for name, group in _by_contender(rows).items():
         points = [(r.work.flops / r.work.bytes, (r.flops or 0) / 1e12) for r in group if r.work]
         axes.plot(*zip(*points, strict=True), linestyle="", label=name, **style[name])

@@ -109,7 +109,9 @@ class Report:
             raise ArgumentError(f"results: expected schema {SCHEMA}, got {data.get('schema')!r}")
         ceilings = data["ceilings"]
         rows = [_row(row) for row in data["rows"]]
-        return cls(data["environment"], None if ceilings is None else Ceilings(**ceilings), rows, data["notes"])
+        return cls(
+            data["environment"], None if ceilings is None else Ceilings(**ceilings), rows, data["notes"]
+        )
 
     def save(self, path: str | Path) -> None:
         """Writes the JSON file."""

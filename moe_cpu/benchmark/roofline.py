@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from torch import Tensor
 
@@ -48,7 +50,9 @@ class Ceilings:
         return max(compute, memory), "compute" if compute >= memory else "memory"
 
 
-def measure(threads: int, isas: set[str], cache_bytes: int, seconds: float = _PROBE_SECONDS) -> Ceilings | None:
+def measure(
+    threads: int, isas: set[str], cache_bytes: int, seconds: float = _PROBE_SECONDS
+) -> Ceilings | None:
     """Measures the ceilings of the best instruction set and of `isas`; None when there is no native library to measure with.
 
     Memory: holds a buffer of 1 GiB, or twice the last-level cache if that is more, while it reads it.
@@ -71,4 +75,11 @@ def routed_work(shape: ModelShape, topk_ids: Tensor) -> Work:
     pairs, distinct = routed.numel(), routed.unique().numel()
     expert_bytes = shape.expert_elements * _BF16 + ((shape.N + shape.K) * _F32 if shape.has_bias else 0)
     tokens = topk_ids.shape[0]
-    return Work(2.0 * pairs * shape.expert_elements, float(distinct * expert_bytes + 2 * tokens * shape.K * _BF16))
+    return Work(
+        2.0 * pairs * shape.expert_elements, float(distinct * expert_bytes + 2 * tokens * shape.K * _BF16)
+    )
+
+
+def median_work(works: Sequence[Work]) -> Work:
+    """Median of the products and of the bytes of several calls."""
+    return Work(median(w.flops for w in works), median(w.bytes for w in works))

@@ -12,7 +12,10 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("contender", lambda r: r.case.contender),
     ("isa", lambda r: r.isa or "-"),
     ("median ms", lambda r: _milliseconds(r.times.median if r.times else None)),
-    ("p10 - p90", lambda r: f"{_milliseconds(r.times.p10)} - {_milliseconds(r.times.p90)}" if r.times else "-"),
+    (
+        "p10 - p90",
+        lambda r: f"{_milliseconds(r.times.p10)} - {_milliseconds(r.times.p90)}" if r.times else "-",
+    ),
     ("n", lambda r: str(r.times.n) if r.times else "-"),
     ("TFLOP/s", lambda r: _number(r.flops, 1e12)),
     ("GB/s", lambda r: _number(r.bandwidth, 1e9)),
@@ -43,7 +46,9 @@ def lines(report: Report) -> Iterator[str]:
     if report.ceilings is None:
         yield "ceilings: not measured, the native library is missing"
     else:
-        peaks = ", ".join(f"{name} {value / 1e12:.3g} TFLOP/s" for name, value in report.ceilings.matrix.items())
+        peaks = ", ".join(
+            f"{name} {value / 1e12:.3g} TFLOP/s" for name, value in report.ceilings.matrix.items()
+        )
         yield f"ceilings: {peaks} (operands in registers), memory {report.ceilings.read / 1e9:.3g} GB/s"
     for (shape, routing), group in groupby(report.rows, key=lambda r: (r.case.shape, r.case.routing)):
         rows = list(group)

@@ -34,21 +34,49 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_argument_group("what to measure")
-    what.add_argument("--suite", metavar="FILE", help="a grid from a JSON file (bench/suites); other options override it")
+    what.add_argument(
+        "--suite", metavar="FILE", help="a grid from a JSON file (bench/suites); other options override it"
+    )
     what.add_argument("--model", metavar="NAME", type=_list, help="published shapes, by name")
     what.add_argument("--shape", metavar="E,topk,K,I", type=_shape, help="any shape")
-    what.add_argument("--experts", metavar="E", type=int, help="keep only so many experts of the model, as one of several ranks would")
-    what.add_argument("--checkpoint", metavar="DIR", help="weights and router of a Hugging Face checkpoint on disk")
+    what.add_argument(
+        "--experts",
+        metavar="E",
+        type=int,
+        help="keep only so many experts of the model, as one of several ranks would",
+    )
+    what.add_argument(
+        "--checkpoint", metavar="DIR", help="weights and router of a Hugging Face checkpoint on disk"
+    )
     what.add_argument("--layer", metavar="L", type=int, default=0, help="layer of the checkpoint (default 0)")
     what.add_argument("--tokens", metavar="M,...", type=_counts, help="tokens in a call")
-    what.add_argument("--routing", metavar="NAME,...", type=_list, help=", ".join(r for r in ROUTINGS if r != "router"))
+    what.add_argument(
+        "--routing", metavar="NAME,...", type=_list, help=", ".join(r for r in ROUTINGS if r != "router")
+    )
     who = parser.add_argument_group("who takes part")
-    who.add_argument("--backend", metavar="NAME,...", type=_list, help="our backends; native:avx2 forces an instruction set")
-    who.add_argument("--baseline", metavar="NAME,...", type=_list, help="others; ratios are to the first (default grouped_mm; none for none)")
-    who.add_argument("--isa", metavar="NAME,...", type=_list, help="run the native backend once with each of these instruction sets")
+    who.add_argument(
+        "--backend",
+        metavar="NAME,...",
+        type=_list,
+        help="our backends; native:avx2 forces an instruction set",
+    )
+    who.add_argument(
+        "--baseline",
+        metavar="NAME,...",
+        type=_list,
+        help="others; ratios are to the first (default grouped_mm; none for none)",
+    )
+    who.add_argument(
+        "--isa",
+        metavar="NAME,...",
+        type=_list,
+        help="run the native backend once with each of these instruction sets",
+    )
     how = parser.add_argument_group("how")
     how.add_argument("--threads", metavar="N", type=int, help="OpenMP threads")
-    how.add_argument("--seconds", metavar="S", type=float, help="time for one point, shared by its contenders")
+    how.add_argument(
+        "--seconds", metavar="S", type=float, help="time for one point, shared by its contenders"
+    )
     how.add_argument("--seed", metavar="N", type=int)
     out = parser.add_argument_group("results")
     out.add_argument("--json", metavar="FILE", help="write everything measured")
@@ -59,8 +87,8 @@ def add_parser(commands: Any) -> None:
 def main(options: argparse.Namespace) -> int:
     """Measures, prints the table, writes files."""
     suite, checkpoint = build_suite(options)
-    sources = {} if checkpoint is None else {"make_layer": lambda *_: checkpoint.read_layer(), "make_inputs": checkpoint.make_inputs}
-    report = _with_progress(lambda tell: run(suite, progress=tell, **sources), 1 + len(suite.shapes) + len(list(suite.points())))
+    steps = 1 + len(suite.shapes) * (1 + len(list(suite.points())))
+    report = _with_progress(lambda tell: run(suite, source=checkpoint, progress=tell), steps)
     for line in table.lines(report):
         print(line)
     if options.json:
@@ -80,7 +108,9 @@ def build_suite(options: argparse.Namespace) -> tuple[Suite, Checkpoint | None]:
     """
     given = [name for name in ("suite", "model", "shape", "checkpoint") if getattr(options, name)]
     if len(given) > 1:
-        raise ArgumentError(f"bench: expected one of --suite, --model, --shape and --checkpoint, got --{' and --'.join(given)}")
+        raise ArgumentError(
+            f"bench: expected one of --suite, --model, --shape and --checkpoint, got --{' and --'.join(given)}"
+        )
     checkpoint = Checkpoint(options.checkpoint, options.layer) if options.checkpoint else None
     changes: dict[str, Any] = {}
     if checkpoint is not None:
@@ -96,7 +126,13 @@ def build_suite(options: argparse.Namespace) -> tuple[Suite, Checkpoint | None]:
         if checkpoint is not None:
             raise ArgumentError("bench: --experts contradicts --checkpoint, whose router knows all experts")
         changes["shapes"] = tuple(shape.with_experts(options.experts) for shape in suite.shapes)
-    for option, name in (("tokens", "tokens"), ("routing", "routings"), ("threads", "threads"), ("seconds", "seconds"), ("seed", "seed")):
+    for option, name in (
+        ("tokens", "tokens"),
+        ("routing", "routings"),
+        ("threads", "threads"),
+        ("seconds", "seconds"),
+        ("seed", "seed"),
+    ):
         if getattr(options, option) is not None:
             value = getattr(options, option)
             changes[name] = tuple(value) if isinstance(value, list) else value
@@ -105,19 +141,27 @@ def build_suite(options: argparse.Namespace) -> tuple[Suite, Checkpoint | None]:
 
 
 def _contenders(suite: Suite, options: argparse.Namespace) -> dict[str, Any]:
-    ours = [name for name in suite.contenders if name not in BASELINES] if options.backend is None else options.backend
+    ours = (
+        [name for name in suite.contenders if name not in BASELINES]
+        if options.backend is None
+        else options.backend
+    )
     if options.isa:
         forced = [f"native:{isa}" for isa in options.isa]
         ours = [name for old in ours for name in (forced if old == "native" else [old])]
         if not set(forced) & set(ours):
-            raise ArgumentError(f"bench: --isa is for the native backend, but the backends are {', '.join(ours)}")
+            raise ArgumentError(
+                f"bench: --isa is for the native backend, but the backends are {', '.join(ours)}"
+            )
     theirs = [name for name in suite.contenders if name in BASELINES]
     baseline = suite.baseline
     if options.baseline is not None:
         theirs = [name for name in options.baseline if name != "none"]
         unknown = [name for name in theirs if name not in BASELINES]
         if unknown:
-            raise ArgumentError(f"bench: expected baselines among {', '.join(BASELINES)} or none, got {', '.join(unknown)}")
+            raise ArgumentError(
+                f"bench: expected baselines among {', '.join(BASELINES)} or none, got {', '.join(unknown)}"
+            )
         baseline = theirs[0] if theirs else ""
     return {"contenders": tuple(dict.fromkeys([*ours, *theirs])), "baseline": baseline}
 
@@ -126,7 +170,13 @@ def _with_progress(work: Callable[[Callable[[str], None]], Report], steps: int) 
     """Runs `work` with a bar on standard error; a bar is only drawn on a terminal."""
     from tqdm import tqdm
 
-    with tqdm(total=steps, file=sys.stderr, disable=None, leave=False, bar_format="{desc} |{bar}| {n}/{total} {elapsed}") as bar:
+    with tqdm(
+        total=steps,
+        file=sys.stderr,
+        disable=None,
+        leave=False,
+        bar_format="{desc} |{bar}| {n}/{total} {elapsed}",
+    ) as bar:
         started = False
 
         def tell(text: str) -> None:

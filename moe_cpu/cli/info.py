@@ -25,10 +25,14 @@ VARIABLES = {
 
 def add_parser(commands: Any) -> None:
     """Adds the command's options."""
-    parser: argparse.ArgumentParser = commands.add_parser("info", help="CPU, instruction sets, threads and backends, with reasons")
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "info", help="CPU, instruction sets, threads and backends, with reasons"
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="for programs")
-    form.add_argument("--markdown", action="store_true", help="what each backend supports, as the README shows it")
+    form.add_argument(
+        "--markdown", action="store_true", help="what each backend supports, as the README shows it"
+    )
     parser.set_defaults(run=run)
 
 
@@ -49,15 +53,22 @@ def collect() -> dict[str, Any]:
     return {
         "version": environment.version(),
         "torch": torch.__version__,
-        "native_library": {"available": ops.available(), "reason": ops.why_not(), "compiler": environment.compiler()},
+        "native_library": {
+            "available": ops.available(),
+            "reason": ops.why_not(),
+            "compiler": environment.compiler(),
+        },
         "cpu": {
-            "name": environment.cpu_brand_from_proc(),
+            "name": environment.cpu_name(),
             "logical_cpus": len(os.sched_getaffinity(0)),
             "features": native["features"] if native else [],
             "last_level_cache_bytes": memory.last_level_cache_bytes(),
             "memory_available_bytes": memory.available_bytes(),
         },
-        "threads": {"torch": torch.get_num_threads(), "openmp_runtimes": native["openmp_runtimes"] if native else []},
+        "threads": {
+            "torch": torch.get_num_threads(),
+            "openmp_runtimes": native["openmp_runtimes"] if native else [],
+        },
         "isas": {name: isa.why_not(name) for name in isa.names()},
         "active_isa": isa.active() if isa.available() else None,
         "backends": {b.name: None if b.available else b.reason for b in experts.list_backends()},
@@ -93,4 +104,7 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 def _reasons(items: dict[str, str | None], active: str | None) -> list[str]:
     width = max(map(len, items), default=0)
-    return [f"  {name:<{width}}  {reason or ('active' if name == active else 'available')}" for name, reason in items.items()]
+    return [
+        f"  {name:<{width}}  {reason or ('active' if name == active else 'available')}"
+        for name, reason in items.items()
+    ]

@@ -10,9 +10,13 @@ from moe_cpu.benchmark import Report
 
 def add_parser(commands: Any) -> None:
     """Adds the command's options."""
-    parser: argparse.ArgumentParser = commands.add_parser("plot", help="draw a results file of `moe-cpu bench --json`")
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "plot", help="draw a results file of `moe-cpu bench --json`"
+    )
     parser.add_argument("results", metavar="RESULTS.json")
-    parser.add_argument("picture", metavar="PICTURE.png", help="any format that matplotlib knows by its suffix")
+    parser.add_argument(
+        "picture", metavar="PICTURE.png", help="any format that matplotlib knows by its suffix"
+    )
     parser.set_defaults(run=run)
 
 

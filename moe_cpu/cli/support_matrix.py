@@ -51,7 +51,9 @@ def rows() -> list[tuple[str, ...]]:
     table.append(("device", *(_device(name) for name in names)))
     for feature, change in _FEATURES:
         table.append((feature, *(_YES if supports(name, change) else _NO for name in names)))
-    table.append(("gradients", *(_YES if getattr(classes[name], "has_backward", False) else _NO for name in names)))
+    table.append(
+        ("gradients", *(_YES if getattr(classes[name], "has_backward", False) else _NO for name in names))
+    )
     return table
 
 
@@ -82,7 +84,12 @@ def markdown() -> str:
     """The table and the instruction sets of the native backend, as Markdown."""
     table = rows()
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in table]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in table
+    ]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     sets = ", ".join(f"`{name}`" for name in isa.names())
-    return "\n".join([*lines, "", f"Instruction sets of `native`, in the order in which they are tried: {sets}."])
+    return "\n".join(
+        [*lines, "", f"Instruction sets of `native`, in the order in which they are tried: {sets}."]
+    )

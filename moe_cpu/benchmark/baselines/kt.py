@@ -52,7 +52,11 @@ class KTransformers(Contender):
         if self._pool is None:
             assert self._module is not None
             config = self._module.WorkerPoolConfig()
-            config.subpool_count, config.subpool_numa_map, config.subpool_thread_count = 1, [0], [torch.get_num_threads()]
+            config.subpool_count, config.subpool_numa_map, config.subpool_thread_count = (
+                1,
+                [0],
+                [torch.get_num_threads()],
+            )
             self._pool = self._module.CPUInfer(config)
         return self._pool
 
@@ -64,7 +68,11 @@ class KTransformers(Contender):
         identity = torch.arange(shape.E)
         config = self._module.moe.MOEConfig(shape.E, shape.topk, shape.K, shape.I, mask.data_ptr())
         config.pool, config.max_len = pool.backend_, self.max_tokens
-        config.gate_proj, config.up_proj, config.down_proj = gate.data_ptr(), up.data_ptr(), layer.w2.data_ptr()
+        config.gate_proj, config.up_proj, config.down_proj = (
+            gate.data_ptr(),
+            up.data_ptr(),
+            layer.w2.data_ptr(),
+        )
         experts = self._module.moe.AMXBF16_MOE(config)
         pool.submit(experts.load_weights_task(identity.data_ptr()))
         pool.sync()
@@ -77,7 +85,14 @@ class KTransformers(Contender):
         count = torch.tensor([x.shape[0]], dtype=torch.int32)
         ids = topk_ids.long()
         pool = self._workers()
-        arguments = (count.data_ptr(), shape.topk, ids.data_ptr(), topk_weights.data_ptr(), x.data_ptr(), out.data_ptr())
+        arguments = (
+            count.data_ptr(),
+            shape.topk,
+            ids.data_ptr(),
+            topk_weights.data_ptr(),
+            x.data_ptr(),
+            out.data_ptr(),
+        )
         pool.submit(experts.forward_task(*arguments, False))
         pool.sync()
         return out

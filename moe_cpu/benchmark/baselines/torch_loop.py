@@ -28,6 +28,8 @@ class TorchLoop(Contender):
         for e in topk_ids.unique().tolist():
             rows, slots = (topk_ids == e).nonzero(as_tuple=True)
             h = F.linear(x[rows], w1[e], None if w1_bias is None else w1_bias[e].to(x.dtype))
-            y = F.linear(activate(h, shape.activation), w2[e], None if w2_bias is None else w2_bias[e].to(x.dtype))
+            y = F.linear(
+                activate(h, shape.activation), w2[e], None if w2_bias is None else w2_bias[e].to(x.dtype)
+            )
             out.index_add_(0, rows, y.float() * topk_weights[rows, slots, None])
         return out.to(x.dtype)

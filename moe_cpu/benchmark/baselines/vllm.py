@@ -40,6 +40,16 @@ class VLLM(Contender):
         w1, w2, w1_bias, w2_bias, isa = prepared
         out = torch.empty_like(inputs.x)
         vllm_library.operators().cpu_fused_moe(
-            out, inputs.x, w1, w2, w1_bias, w2_bias, inputs.topk_weights, inputs.topk_ids, False, shape.activation, isa
+            out,
+            inputs.x,
+            w1,
+            w2,
+            w1_bias,
+            w2_bias,
+            inputs.topk_weights,
+            inputs.topk_ids,
+            False,
+            shape.activation,
+            isa,
         )
         return out
