@@ -16,8 +16,8 @@ class ModelShape:
         E, topk, K, I: experts, experts per token, hidden size, intermediate size of one expert.
         activation: as `moe_cpu.fused_experts` takes it.
         has_bias: whether both projections have biases.
-        router: "softmax" (probabilities of the chosen), "softmax_renormalized" (the chosen ones sum to 1), "grouped_sigmoid" (DeepSeek) or
-            "sigmoid_top1" (Llama 4, whose weight goes on the expert's input).
+        router: "softmax" and "softmax_renormalized" (`routers.softmax_topk`, without and with renormalize), "grouped_sigmoid"
+            (`routers.grouped_topk` with sigmoid scores) or "sigmoid_top1" (`routers.sigmoid_top1`; the weight goes on the expert's input).
         layers: layers of the model that have experts.
         source: repository on the Hugging Face hub whose config.json has these numbers.
     """
@@ -51,7 +51,9 @@ class ModelShape:
     def with_experts(self, E: int) -> ModelShape:
         """The same layer holding only `E` of its experts, as one rank of an expert-parallel group does."""
         if not self.topk <= E <= self.E:
-            raise ArgumentError(f"experts: expected topk = {self.topk} .. E = {self.E} of {self.name}, got {E}")
+            raise ArgumentError(
+                f"experts: expected topk = {self.topk} .. E = {self.E} of {self.name}, got {E}"
+            )
         return self if E == self.E else replace(self, name=f"{self.name}/{E}-experts", E=E)
 
 

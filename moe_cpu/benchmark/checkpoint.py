@@ -12,9 +12,12 @@ from torch import Tensor
 from moe_cpu.benchmark.inputs import DenseLayer, Inputs, random_tokens
 from moe_cpu.errors import ArgumentError, DTypeError, dtype_error
 from moe_cpu.models import ModelShape
+from moe_cpu.routers import grouped_topk, softmax_topk
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+# Only routers that score by sigmoid have it.
+_CORRECTION = "gate.e_score_correction_bias"
 
 
 class _Names(NamedTuple):
@@ -28,7 +31,9 @@ class _Names(NamedTuple):
 
 _FAMILIES = (
     _Names("model.layers.{layer}.block_sparse_moe", "w1", "w3", "w2"),  # Mixtral
-    _Names("model.layers.{layer}.mlp", "gate_proj", "up_proj", "down_proj"),  # Qwen3-MoE, OLMoE and their kin
+    _Names(
+        "model.layers.{layer}.mlp", "gate_proj", "up_proj", "down_proj"
+    ),  # Qwen3-MoE, OLMoE, DeepSeek-V3, GLM-4.5 and their kin
 )
 
 
@@ -40,7 +45,7 @@ class Checkpoint:
         layer: number of the layer, from 0.
 
     Raises:
-        ArgumentError: the folder is no such checkpoint, the layer has no routed experts, or its router is not a softmax one.
+        ArgumentError: the folder is no such checkpoint or the layer has no routed experts.
     """
 
     def __init__(self, folder: str | Path, layer: int) -> None:
@@ -73,10 +78,6 @@ class Checkpoint:
                 f"{found.prefix}.gate.weight" in self._files
                 and f"{found.prefix}.experts.0.{found.gate}.weight" in self._files
             ):
-                if f"{found.prefix}.gate.e_score_correction_bias" in self._files:
-                    raise ArgumentError(
-                        f"checkpoint: layer {self.layer} has a sigmoid router with a correction bias; only softmax is read"
-                    )
                 return found
         known = " or ".join(
             f"{n.prefix.format(layer=self.layer)}.experts.0.{n.gate}.weight" for n in _FAMILIES
@@ -110,8 +111,12 @@ class Checkpoint:
             raise ArgumentError(
                 f"checkpoint: expected num_experts_per_tok in 1 .. E = {E} in config.json, got {topk}"
             )
-        renormalized = self._names.gate == "w1" or bool(self._config.get("norm_topk_prob", False))
-        router = "softmax_renormalized" if renormalized else "softmax"
+        if self._key(_CORRECTION) in self._files:
+            router = "grouped_sigmoid"
+        elif self._names.gate == "w1" or self._config.get("norm_topk_prob", False):
+            router = "softmax_renormalized"
+        else:
+            router = "softmax"
         return ModelShape(
             f"{self.folder.name}-layer{self.layer}", E, topk, K, rows, router=router, source=self.folder.name
         )
@@ -140,11 +145,21 @@ class Checkpoint:
     def make_inputs(self, shape: ModelShape, M: int, routing: str, rng: torch.Generator, seed: int) -> Inputs:
         """Random hidden states of unit variance, as a norm layer leaves them, and what this layer's router makes of them."""
         x = random_tokens(M, shape.K, rng)
-        probabilities = (x.float() @ self._router.T).softmax(dim=-1)
-        weights, ids = probabilities.topk(shape.topk, dim=-1)
-        if shape.router == "softmax_renormalized":
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return Inputs(x, weights.contiguous(), ids.to(torch.int32).contiguous())
+        logits = x.float() @ self._router.T
+        if shape.router == "grouped_sigmoid":
+            routed = grouped_topk(
+                logits,
+                shape.topk,
+                int(self._config.get("n_group", 1)),
+                int(self._config.get("topk_group", 1)),
+                renormalize=bool(self._config.get("norm_topk_prob", True)),
+                scoring_func="sigmoid",
+                e_score_correction_bias=self._tensor(_CORRECTION).float(),
+                routed_scaling_factor=float(self._config.get("routed_scaling_factor", 1.0)),
+            )
+        else:
+            routed = softmax_topk(logits, shape.topk, renormalize=shape.router == "softmax_renormalized")
+        return Inputs(x, *routed)
 
 
 def _wrong_dtype(name: str, got: torch.dtype) -> DTypeError:
