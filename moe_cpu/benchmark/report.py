@@ -114,7 +114,8 @@ class Report:
         )
 
     def save(self, path: str | Path) -> None:
-        """Writes the JSON file."""
+        """Writes the JSON file, and the folders above it if they are missing."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod

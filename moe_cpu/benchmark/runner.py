@@ -18,7 +18,11 @@ from moe_cpu.models import ModelShape
 
 
 def run(
-    suite: Suite, *, source: Source | None = None, progress: Callable[[str], None] | None = None
+    suite: Suite,
+    *,
+    source: Source | None = None,
+    progress: Callable[[str], None] | None = None,
+    keep: Callable[[Report], None] | None = None,
 ) -> Report:
     """Measures every point of a suite.
 
@@ -26,6 +30,7 @@ def run(
         suite: what to measure.
         source: of weights and calls, for example a `Checkpoint`; None for random ones.
         progress: called with a short text before each step: the ceilings, each shape's weights, each point.
+        keep: called with the report so far after each point, so that a crash inside a competitor loses little.
 
     Raises:
         ArgumentError: an unknown contender.
@@ -54,6 +59,8 @@ def run(
             for routing, M in suite.points():
                 tell(f"{shape.name}: {routing}, M = {M}")
                 report.rows.extend(measure(session, weights, shape, routing, M))
+                if keep is not None:
+                    keep(report)
             del weights  # before the next shape's are made
     return report
 

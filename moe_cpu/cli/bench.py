@@ -88,11 +88,10 @@ def main(options: argparse.Namespace) -> int:
     """Measures, prints the table, writes files."""
     suite, checkpoint = build_suite(options)
     steps = 1 + len(suite.shapes) * (1 + len(list(suite.points())))
-    report = _with_progress(lambda tell: run(suite, source=checkpoint, progress=tell), steps)
+    keep = (lambda report: report.save(options.json)) if options.json else None
+    report = _with_progress(lambda tell: run(suite, source=checkpoint, progress=tell, keep=keep), steps)
     for line in table.lines(report):
         print(line)
-    if options.json:
-        report.save(options.json)
     if options.plot:
         from moe_cpu.benchmark import plot
 
