@@ -72,7 +72,11 @@ inline void store_rows(const StoreRows& s) {
     const F32 bias = s.bias ? load_first<F32>(s.bias + first, count) : F32{};
     for (int r = 0; r < s.rows; ++r) {
       const F32 value = load<F32>(s.c + r * kPanelCols + first) + bias;
-      store_from_f32(s.out, s.dtype, s.offsets[r] + first, count, value);
+      if (s.streamed) {
+        stream(static_cast<float*>(s.out) + s.offsets[r] + first, value);
+      } else {
+        store_from_f32(s.out, s.dtype, s.offsets[r] + first, count, value);
+      }
     }
   }
 }

@@ -1,10 +1,6 @@
 // The AMX bf16 product in plain lanes, equal to TDPBF16PS bit for bit (Intel SDM, TDPBF16PS: for every row and column one chain of fused multiply-adds
 // over the even values of k and one over the odd values, both from zero, then even + odd added to the accumulator; denormals read and written as
 // zero). The caller sets MXCSR's FTZ and DAZ.
-//
-// Two users: the emulated ISA, for every block, and the AMX ISA, for blocks of so few rows that the weights' memory traffic decides; there a plain
-// sequential walk down the panel beats tile loads, and since the bits are the same, a token's result does not depend on how many others share its
-// expert.
 #pragma once
 
 #include "moe/kernel_table.h"

@@ -21,6 +21,11 @@ inline F32 fma(F32 a, F32 b, F32 c) {
   const Halves x = split(a), y = split(b), z = split(c);
   return join(_mm256_fmadd_ps(x.low, y.low, z.low), _mm256_fmadd_ps(x.high, y.high, z.high));
 }
+inline void stream(float* to, F32 value) {
+  const Halves x = split(value);
+  _mm256_stream_ps(to, x.low);
+  _mm256_stream_ps(to + 8, x.high);
+}
 inline F32 f16_to_f32(U16 value) {
   const __m256i v = (__m256i)value;
   return join(_mm256_cvtph_ps(_mm256_castsi256_si128(v)), _mm256_cvtph_ps(_mm256_extracti128_si256(v, 1)));

@@ -35,8 +35,6 @@ void run(const ExpertGemm& g, Finish&& finish) {
   const int64_t block_rows = g.table->block_rows, blocks = ceil_div(g.rows, block_rows), panel_size = g.steps * kPanelStep;
   const int64_t block_sums = block_rows * kPanelCols;
   const bool single = g.k_block >= g.steps;
-  // Prefetching pays where several row blocks share a panel's arrival; a lone block is as fast as memory anyway.
-  const bool fetch_ahead = blocks > 1;
   for (int64_t group = g.first; group < g.last; group += kGroupPanels) {
     const int64_t group_end = group + kGroupPanels < g.last ? group + kGroupPanels : g.last;
     for (int64_t step = 0; step < g.steps; step += g.k_block) {
@@ -45,7 +43,7 @@ void run(const ExpertGemm& g, Finish&& finish) {
       for (int64_t panel = group; panel < group_end; ++panel) {
         const uint16_t* const b = g.panels + panel * panel_size + step * kPanelStep;
         const int64_t ahead_bytes = round_up(ceil_div(steps * kPanelStep * 2, blocks), 64);
-        const bool more = fetch_ahead && panel + 1 < g.last;
+        const bool more = panel + 1 < g.last;
         for (int64_t block = 0; block < blocks; ++block) {
           const int64_t first_row = block * block_rows;
           const int rows = static_cast<int>(g.rows - first_row < block_rows ? g.rows - first_row : block_rows);

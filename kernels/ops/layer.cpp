@@ -1,4 +1,6 @@
 // The whole Permute-Experts-Unpermute stage, with the weighted sum: check, route, plan, then one team of threads works off the schedule.
+#include <emmintrin.h>
+
 #include <algorithm>
 #include <cstring>
 #include <new>
@@ -190,6 +192,7 @@ struct Layer {
     if (args.mode == MOE_REDUCED && slice >= 2) wait_for(schedule->sum_done[slice - 2], sum_tasks());
     const bool reduced = args.mode == MOE_REDUCED;
     void* const out = reduced ? y[slice % 2] : args.out;
+    const bool streamed = reduced && worth_streaming(pairs * slice_columns() * static_cast<int64_t>(sizeof(float)), machine);
     const int64_t row_size = reduced ? slice_columns() : args.hidden;
     const int32_t* const flat = routing.rows + routing.offsets[expert] + task.first_row;
     const ExpertGemm gemm{&table, h + (routing.offsets[expert] + task.first_row) * i_steps * kStep * element_bytes(), task.rows, i_steps,
@@ -201,8 +204,9 @@ struct Layer {
       for (int r = 0; r < rows; ++r) offsets[r] = flat[first_row + r] * row_size + panel * kPanelCols;
       const float* const bias = args.w2_bias ? args.w2_bias + expert * args.hidden + column : nullptr;
       const int columns = static_cast<int>(std::min<int64_t>(kPanelCols, args.hidden - column));
-      table.store({sums, bias, rows, columns, reduced ? int32_t{MOE_F32} : args.x_dtype, out, offsets});
+      table.store({sums, bias, rows, columns, reduced ? int32_t{MOE_F32} : args.x_dtype, out, offsets, streamed});
     });
+    if (streamed) _mm_sfence();  // streaming stores are weakly ordered: they must be visible before the count below
     schedule->second_done[slice].fetch_add(1, std::memory_order_release);
   }
 

@@ -48,6 +48,7 @@ struct StoreRows {
   int dtype;
   void* out;
   const int64_t* offsets;  // element offset of every row's first column in `out`
+  bool streamed;           // past the caches; float32, whole panels and aligned rows only
 };
 
 // out[0 .. columns) = sum over slots of weight * row, in slot order, in float32, converted once to dtype.

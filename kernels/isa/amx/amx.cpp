@@ -5,11 +5,11 @@
 // need seven loads for six products.
 //
 // A block of 17..32 rows has both of its A tiles in one 64-byte-stride stream, so rows past the block's end are read as whatever follows (read_slack)
-// and only spoil accumulator rows that nobody looks at.
+// and only spoil accumulator rows that nobody looks at. One row takes the same path as sixteen: what decides there is how fast the panel arrives, and
+// tile loads read memory faster than vector loads did (bench/README.md), so a token's bits never depend on how many share its expert.
 #include "isa/lanes512.h"
 #include "generic/elementwise.h"
 #include "generic/peak_operands.h"
-#include "generic/tile_model.h"
 #include "isa/flush_denormals.h"
 
 namespace moe {
@@ -18,8 +18,6 @@ namespace {
 constexpr int kTileRows = 16;
 constexpr int kTileBytes = 64;  // one row of a tile
 constexpr int kCStride = kPanelCols * sizeof(float);
-// Up to this many rows memory traffic hides the vector path's lower rate (bench/README.md, few rows).
-constexpr int kFewRows = 2;
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -113,9 +111,7 @@ void one_row_tile(const BlockProduct& p) {
 }
 
 void product(const BlockProduct& p) {
-  if (p.rows <= kFewRows) {
-    model_product(p);
-  } else if (p.rows <= kTileRows) {
+  if (p.rows <= kTileRows) {
     one_row_tile(p);
   } else {
     two_row_tiles(p);
