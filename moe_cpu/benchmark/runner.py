@@ -50,6 +50,8 @@ def run(
         tell("ceilings")
         forced = {c.isa for c in contenders if c.isa is not None and isa.why_not(c.isa) is None}
         report = Report(environment.describe(threads), roofline.measure(threads, forced, cache))
+        if not suite.cold:
+            report.notes.append("weights may have come from the cache, so shares of the limit mean little")
         evict = timing.CacheEvictor(cache)  # of nothing, for a suite that is not cold
         session = Session(suite, source, threads, contenders, report.ceilings, evict, cache)
         for shape in suite.shapes:
