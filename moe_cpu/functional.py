@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moe_cpu import ops
+from moe_cpu import graph_op, ops
 from moe_cpu.checks import ProblemSize, check_call, check_no_scales
 from moe_cpu.combine import weight_input
 from moe_cpu.errors import no_backward_error
@@ -75,6 +75,12 @@ def fused_experts(
             a1_scale=a1_scale,
             a2_scale=a2_scale,
         )
+    if torch.compiler.is_compiling():
+        recorded = graph_op.record(
+            hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input, global_num_experts,
+            expert_map, w1_bias, w2_bias, backend,
+        )  # fmt: skip
+        return hidden_states.copy_(recorded) if inplace else recorded
     size = check_call(
         hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input, global_num_experts,
         expert_map, w1_bias, w2_bias,
@@ -158,3 +164,6 @@ def _refuse_backward(**tensors: torch.Tensor | None) -> None:
     names = [name for name, tensor in tensors.items() if tensor is not None and tensor.requires_grad]
     if names:
         raise no_backward_error("native", names)
+
+
+graph_op.define(fused_experts)

@@ -1,0 +1,85 @@
+"""The whole layer as one opaque operator, `torch.ops.moe_cpu.experts_layer`, for graphs that are being traced.
+
+A traced graph cannot look at ids, choose a backend by what a library says, or call ctypes. It records this operator, whose
+body is the eager call; its shape rule needs the input alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moe_cpu.packing import PackedExperts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def record(
+    hidden_states: torch.Tensor,
+    w1: Any,
+    w2: Any,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str,
+    apply_router_weight_on_input: bool,
+    global_num_experts: int,
+    expert_map: torch.Tensor | None,
+    w1_bias: torch.Tensor | None,
+    w2_bias: torch.Tensor | None,
+    backend: str,
+) -> torch.Tensor:
+    """Calls the operator; a `PackedExperts` goes in as its tensors and sizes, which is all a graph can hold."""
+    packed = isinstance(w1, PackedExperts)
+    if packed:
+        w1, w2, w1_bias, w2_bias, sizes, layout = (
+            w1.w1,
+            w1.w2,
+            w1.w1_bias,
+            w1.w2_bias,
+            [w1.K, w1.I],
+            w1.gate_layout,
+        )
+    else:
+        sizes, layout = [], ""
+    return torch.ops.moe_cpu.experts_layer(
+        hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input, global_num_experts,
+        expert_map, w1_bias, w2_bias, backend, sizes, layout,
+    )  # fmt: skip
+
+
+def define(call: Callable[..., torch.Tensor]) -> None:
+    """Defines the operator with `call`, the eager layer, as its body. It has no backward: gradients need an eager call."""
+
+    @torch.library.custom_op("moe_cpu::experts_layer", mutates_args=())
+    def experts_layer(
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: str,
+        apply_router_weight_on_input: bool,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        w1_bias: torch.Tensor | None,
+        w2_bias: torch.Tensor | None,
+        backend: str,
+        packed_sizes: list[int],
+        packed_layout: str,
+    ) -> torch.Tensor:
+        first: Any = w1
+        second: Any = w2
+        if packed_layout:
+            K, inner = packed_sizes
+            first = PackedExperts(w1, w2, w1_bias, w2_bias, K=K, I=inner, gate_layout=packed_layout)
+            second = w1_bias = w2_bias = None
+        return call(
+            hidden_states, first, second, topk_weights, topk_ids, False, activation, apply_router_weight_on_input,
+            global_num_experts, expert_map, w1_bias=w1_bias, w2_bias=w2_bias, backend=backend,
+        )  # fmt: skip
+
+    @experts_layer.register_fake
+    def _(hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
+        return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
