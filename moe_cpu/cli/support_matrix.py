@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from moe_cpu import experts, isa
+from moe_cpu import experts, isa, native_library
 from moe_cpu.checks import ACTIVATIONS, default_gate_layout
 from moe_cpu.errors import BackendUnavailable
 from moe_cpu.experts import ExpertsConfig
@@ -81,7 +81,12 @@ def _device(name: str) -> str:
 
 
 def markdown() -> str:
-    """The table and the instruction sets of the native backend, as Markdown."""
+    """The table and the instruction sets of the native backend, as Markdown.
+
+    Raises:
+        NativeLibraryMissing: the library, which knows the instruction sets, is not there.
+    """
+    native_library.library()
     table = rows()
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     lines = [
@@ -90,6 +95,4 @@ def markdown() -> str:
     ]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     sets = ", ".join(f"`{name}`" for name in isa.names())
-    return "\n".join(
-        [*lines, "", f"Instruction sets of `native`, in the order in which they are tried: {sets}."]
-    )
+    return "\n".join([*lines, "", f"Instruction sets of `native`, best first: {sets}."])
