@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from moe_cpu import isa
 from moe_cpu.errors import ArgumentError, BackendUnavailable, unknown_name_error
 from moe_cpu.experts.config import BackendStatus, ExpertsConfig
 from moe_cpu.modular_kernel import FusedMoEPermuteExpertsUnpermute
@@ -57,17 +58,21 @@ def requested(backend: str = "auto") -> str:
 def why_not(name: str, config: ExpertsConfig) -> str | None:
     """The sentence saying why a backend cannot run a configuration here, or None when it can."""
     try:
-        supported, reason = backend_class(name).supports(config)
+        cls = backend_class(name)
     except BackendUnavailable as error:
         return str(error).removeprefix(f"{_PREFIX}{name}: ")
+    supported, reason = cls.supports(config)
     return None if supported else reason
 
 
 def select(config: ExpertsConfig, candidates: Sequence[str] = NAMES) -> str:
     """The first of `candidates` that supports `config` and does not have to be asked for by name.
 
-    Raises: BackendUnavailable listing every candidate with its reason.
+    Raises: BackendUnavailable listing every candidate with its reason; IsaUnavailable when MOE_CPU_ISA cannot be had, for
+        a forced instruction set must not end in another backend.
     """
+    if os.environ.get(isa.ENVIRONMENT_VARIABLE):
+        isa.resolve()
     reasons = []
     for name in candidates:
         reason = why_not(name, config)
@@ -86,18 +91,18 @@ def check_forced(name: str, config: ExpertsConfig) -> None:
         raise BackendUnavailable(f"backend {name!r} cannot run this layer: {reason}")
 
 
-def create(name: str, isa: str | None = None) -> FusedMoEPermuteExpertsUnpermute:
-    """An instance of a backend; `isa` names an instruction set, which only the native backend takes.
+def create(name: str, isa_name: str | None = None) -> FusedMoEPermuteExpertsUnpermute:
+    """An instance of a backend; `isa_name` is an instruction set, which only the native backend takes.
 
     Raises: ArgumentError, BackendUnavailable, and for the native backend IsaUnavailable.
     """
-    if isa is None:
+    if isa_name is None:
         return backend_class(name)()
     if name != "native":
         raise ArgumentError(
-            f"isa: expected None for backend {name!r}, got {isa!r}; only 'native' takes an instruction set"
+            f"isa: expected None for backend {name!r}, got {isa_name!r}; only 'native' takes an instruction set"
         )
-    return backend_class(name)(isa=isa)
+    return backend_class(name)(isa=isa_name)
 
 
 def list_backends() -> list[BackendStatus]:
