@@ -100,3 +100,6 @@ def use(isa: str | None) -> Iterator[str]:
     finally:
         _forced = before
         forget()
+
+
+ops.active_isa = active_index

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +48,8 @@ class _PerThread(threading.local):
 
 _mine = _PerThread()
 _isas: tuple[str, ...] | None = None
+# The number of the instruction set that calls without one use: `moe_cpu.isa` decides and puts its answer here.
+active_isa: Callable[[], int]
 
 
 def available() -> bool:
@@ -81,9 +84,12 @@ def isa_why_not(name: str) -> str | None:
 def _isa_index(isa: str | int | None) -> int:
     if isinstance(isa, int):
         return isa
-    from moe_cpu import isa as selection
-
-    return selection.active_index() if isa is None else isas().index(selection.resolve(isa))
+    if isa is None:
+        return active_isa()
+    reason = isa_why_not(isa)
+    if reason is not None:
+        raise IsaUnavailable(f"isa = {isa}: {reason}")
+    return isas().index(isa)
 
 
 def scratch_bytes_held() -> int:
@@ -106,42 +112,42 @@ def layer(
 ) -> Tensor:
     """One native layer call; see `fused_experts`, `experts_unreduced` and `experts_batched` for the three modes. Returns `out`."""
     mine = _mine
-    lib = native.library()
+    call = native.library().moe_layer
+    sizes, strides = x.shape, x.stride()
+    if strides[-1] != 1 and sizes[-1] > 1:
+        x = x.contiguous()
+        strides = x.stride()
     if topk_ids is None:
-        ids, topk, ids_dtype = (0, 0, 0), 1, 3
+        ids_address, (ids_token, ids_slot), topk, ids_dtype = 0, (0, 0), 1, 3
     else:
-        ids = (topk_ids.data_ptr(), topk_ids.stride(0), topk_ids.stride(1))
+        ids_address, (ids_token, ids_slot) = topk_ids.data_ptr(), topk_ids.stride()
         topk, ids_dtype = topk_ids.shape[1], native.DTYPE_CODES[topk_ids.dtype]
     if topk_weights is None:
-        weights, weights_dtype = (0, 0, 0), 0
+        weights_address, (weights_token, weights_slot), weights_dtype = 0, (0, 0), 0
     else:
-        weights = (topk_weights.data_ptr(), topk_weights.stride(0), topk_weights.stride(1))
+        weights_address, (weights_token, weights_slot) = topk_weights.data_ptr(), topk_weights.stride()
         weights_dtype = native.DTYPE_CODES[topk_weights.dtype]
-    global_experts = packed.E if expert_map is None else expert_map.shape[0]
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
-        x = x.contiguous()
-    x_stride_expert = x.stride(0) if mode == native.BATCHED else 0
-    threads = torch.get_num_threads()
-    index = _isa_index(isa)
     if scratch is None:
         scratch_address, scratch_bytes = mine.scratch_address, mine.scratch_bytes
     else:
         scratch_address, scratch_bytes = scratch.data_ptr(), scratch.numel() * scratch.element_size()
+    index = isa if type(isa) is int else _isa_index(isa)
+    x_dtype, threads = native.DTYPE_CODES[x.dtype], torch.get_num_threads()
     while True:
         _LAYER_ARGS.pack_into(
             mine.block, 0,
-            x.shape[-2], x.shape[-1], packed.I, packed.E, topk, global_experts,
-            x.data_ptr(), x_stride_expert, x.stride(-2),
-            *ids, *weights,
+            sizes[-2], sizes[-1], packed.I, packed.E, topk, packed.E if expert_map is None else expert_map.shape[0],
+            x.data_ptr(), strides[0], strides[-2],
+            ids_address, ids_token, ids_slot, weights_address, weights_token, weights_slot,
             0 if expert_map is None else expert_map.data_ptr(),
             0 if expert_num_tokens is None else expert_num_tokens.data_ptr(),
             packed.w1_address, packed.w2_address, packed.w1_bias_address, packed.w2_bias_address,
             out.data_ptr(), scratch_address, scratch_bytes,
-            native.DTYPE_CODES[x.dtype], ids_dtype, weights_dtype,
+            x_dtype, ids_dtype, weights_dtype,
             native.ACTIVATION_CODES[activation], packed.gate_layout_code, mode, index, threads,
         )  # fmt: skip
-        status = lib.moe_layer(mine.block_address, mine.info_address)
-        if status == native.OK:
+        status = call(mine.block_address, mine.info_address)
+        if status == 0:
             return out
         if status != native.SCRATCH_TOO_SMALL or scratch is not None:
             raise native.failure(status, mine.info, "fused experts", topk)
@@ -190,7 +196,9 @@ def fused_experts(
     Numerics: products accumulate in float32; the activation is computed in float32 and rounded to bf16; weights and sum in float32, slots in order;
     one rounding to x's dtype. The bits do not depend on the number of threads nor on the other tokens of the call.
     """
-    out = torch.empty(x.shape, dtype=x.dtype) if out is None else out
+    if out is None:
+        # empty_like is the quickest way to a tensor but copies strides.
+        out = torch.empty_like(x) if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype)
     return layer(x, packed, topk_weights, topk_ids, out, native.REDUCED, activation, expert_map, None, isa, scratch)
 
 

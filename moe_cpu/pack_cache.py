@@ -26,6 +26,8 @@ class _Entry:
 
 
 _entries: dict[tuple[Any, ...], _Entry] = {}
+# The same entries by the addresses of w1 and w2, for `find`: those last found, with the tensors they were found for.
+_last: dict[tuple[int, int, str], tuple[_Entry, weakref.ref[Any], weakref.ref[Any], tuple[Any, ...]]] = {}
 _lock = threading.Lock()
 
 
@@ -56,13 +58,40 @@ def packed_for(
     versions = tuple(t._version for t in tensors)
     entry = _entries.get(key)
     if entry is not None and entry.versions == versions and all(ref() is not None for ref in entry.storages):
+        _remember(entry, w1, w2, w1_bias, w2_bias, activation)
         return entry.packed
     with _lock:
         # An entry dies with the first of its storages. The callback may run in the middle of anything, so it only removes, without the lock.
         storages = tuple(weakref.ref(t.untyped_storage(), lambda _, key=key: _entries.pop(key, None)) for t in tensors)  # type: ignore[misc]
         packed = PackedExperts.pack(w1, w2, w1_bias, w2_bias, activation=activation)
-        _entries[key] = _Entry(storages, versions, packed)
+        _entries[key] = entry = _Entry(storages, versions, packed)
+        _remember(entry, w1, w2, w1_bias, w2_bias, activation)
         return packed
+
+
+def find(w1: Tensor, w2: Tensor, activation: str) -> PackedExperts | None:
+    """The packed form of weights without biases if these very tensor objects were packed before and have not changed since; else None.
+
+    The quick half of `packed_for`: about a microsecond.
+    """
+    found = _last.get((w1.data_ptr(), w2.data_ptr(), activation))
+    if found is None:
+        return None
+    entry, first, second, form = found
+    if first() is w1 and second() is w2 and entry.versions == (w1._version, w2._version) and form == _form(w1, w2):
+        return entry.packed
+    return None
+
+
+def _form(w1: Tensor, w2: Tensor) -> tuple[Any, ...]:
+    return w1.shape, w1.stride(), w2.shape, w2.stride()
+
+
+def _remember(entry: _Entry, w1: Tensor, w2: Tensor, w1_bias: Tensor | None, w2_bias: Tensor | None, activation: str) -> None:
+    if w1_bias is None and w2_bias is None:
+        key = (w1.data_ptr(), w2.data_ptr(), activation)
+        first = weakref.ref(w1, lambda _: _last.pop(key, None))
+        _last[key] = (entry, first, weakref.ref(w2), _form(w1, w2))
 
 
 def forget(*tensors: Tensor) -> None:
@@ -71,6 +100,7 @@ def forget(*tensors: Tensor) -> None:
     for key, entry in list(_entries.items()):
         if not tensors or any(ref() is storage for ref in entry.storages for storage in storages):
             _entries.pop(key, None)
+    _last.clear()
 
 
 def held_bytes() -> int:

@@ -91,9 +91,19 @@ const char* cpu_features() { return host().features.c_str(); }
 
 // Linux fills /sys/devices/system/cpu/*/cache from these same leaves, which containers often hide.
 int64_t cache_bytes(int level) {
+  // CPUID traps in a virtual machine and then takes tens of microseconds: every level is looked up once.
   constexpr uint32_t kIntelCaches = 4, kAmdCaches = 0x8000001du;
-  const int64_t bytes = find_cache(kIntelCaches, level);
-  return bytes != 0 ? bytes : find_cache(kAmdCaches, level);
+  constexpr int kLevels = 4;
+  static const struct Caches {
+    int64_t bytes[kLevels];
+    Caches() {
+      for (int i = 0; i < kLevels; ++i) {
+        bytes[i] = find_cache(kIntelCaches, i);
+        if (bytes[i] == 0) bytes[i] = find_cache(kAmdCaches, i);
+      }
+    }
+  } caches;
+  return level > 0 && level < kLevels ? caches.bytes[level] : 0;
 }
 
 }  // namespace moe

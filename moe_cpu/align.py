@@ -1,0 +1,95 @@
+"""Grouping tokens by expert into padded blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_cpu import ops
+from moe_cpu.checks import ID_DTYPES, check_expert_ids
+from moe_cpu.errors import ArgumentError, DTypeError, device_error, dtype_name, shape_error
+
+_LIMIT = 2**31
+
+
+def moe_align_block_size(
+    topk_ids: Tensor,
+    block_size: int,
+    num_experts: int,
+    expert_map: Tensor | None = None,
+    pad_sorted_ids: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sorts the flattened `topk_ids` by expert, stably, and pads every expert's run to a multiple of `block_size`.
+
+    Args:
+        topk_ids: `[M, topk]` int32 or int64, any strides; ids in [0, num_experts), -1 = no expert (left out).
+        block_size: rows of one block, at least 1.
+        num_experts: global number of experts.
+        expert_map: `[num_experts]` int32, global to local id, -1 = on another rank.
+        pad_sorted_ids: round the length of the first result up to a multiple of `block_size`.
+
+    Returns:
+        sorted_token_ids: `[numel + num_experts * (block_size - 1)]` int32; flat positions in `topk_ids` (token * topk + slot), padding =
+            `topk_ids.numel()`, also past `num_tokens_post_pad`.
+        expert_ids: `[ceil(len(sorted_token_ids) / block_size)]` int32, the expert of each block, 0 past the last used one; with `expert_map`
+            every entry is then replaced by its local id, so a remote expert's block reads -1.
+        num_tokens_post_pad: `[1]` int32, a multiple of `block_size`.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: with the expected and the given values.
+        ExpertIdError: an id outside [0, num_experts) other than -1, with its position.
+        ArgumentError: `block_size` or `num_experts` below 1, or a result of 2^31 entries or more.
+
+    Numerics: exact; the same for any number of threads.
+    Source: the semantics of vLLM 0.9.1's operation of this name; there, an id out of range is undefined.
+    """
+    if topk_ids.dim() != 2:
+        raise shape_error("topk_ids", "[M, topk]", (), topk_ids.shape, hint="one row per token")
+    if topk_ids.dtype not in ID_DTYPES:
+        raise DTypeError(f"topk_ids: expected int32 or int64, got {dtype_name(topk_ids.dtype)}; convert it with .to(torch.int32)")
+    if block_size < 1:
+        raise ArgumentError(f"block_size: expected at least 1, got {block_size}")
+    if num_experts < 1:
+        raise ArgumentError(f"num_experts: expected at least 1, got {num_experts}")
+    length = ops.aligned_length(topk_ids.numel(), block_size, num_experts, pad_sorted_ids)
+    if length >= _LIMIT:
+        raise ArgumentError(
+            f"sorted_token_ids: numel + num_experts * (block_size - 1) = {topk_ids.numel()} + {num_experts} * {block_size - 1} = {length} "
+            f"does not fit in int32 (limit {_LIMIT - 1}); split the tokens or use a smaller block_size"
+        )
+    if expert_map is not None:
+        if tuple(expert_map.shape) != (num_experts,):
+            raise shape_error("expert_map", "[num_experts]", (num_experts,), expert_map.shape)
+        if expert_map.device != topk_ids.device:
+            raise device_error("expert_map", topk_ids.device, expert_map.device)
+        if expert_map.dtype not in ID_DTYPES:
+            raise DTypeError(f"expert_map: expected int32, got {dtype_name(expert_map.dtype)}")
+        expert_map = expert_map.to(torch.int32).contiguous()
+    if topk_ids.is_cpu and ops.available():
+        if torch.compiler.is_compiling():
+            return torch.ops.moe_cpu.moe_align_block_size(topk_ids, block_size, num_experts, expert_map, pad_sorted_ids)
+        return ops.moe_align_block_size(topk_ids, block_size, num_experts, expert_map, pad_sorted_ids)
+    return _align_in_torch(topk_ids, block_size, num_experts, expert_map, length)
+
+
+def _align_in_torch(
+    topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Tensor | None, length: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in plain torch, for any device."""
+    check_expert_ids(topk_ids, num_experts)
+    ids = topk_ids.reshape(-1).long()
+    positions = torch.argsort(ids, stable=True)
+    positions = positions[int((ids < 0).sum()) :]
+    counts = torch.bincount(ids[ids >= 0], minlength=num_experts)
+    padded = (counts + block_size - 1) // block_size * block_size
+    ends = padded.cumsum(0)
+    # Each run moves from its place in the sorted list to the start of its expert's first block.
+    shift = (ends - padded) - (counts.cumsum(0) - counts)
+    sorted_ids = torch.full((length,), ids.numel(), dtype=torch.int32, device=ids.device)
+    sorted_ids[torch.arange(positions.numel(), device=ids.device) + shift[ids[positions]]] = positions.to(torch.int32)
+    expert_ids = torch.zeros(-(-length // block_size), dtype=torch.int32, device=ids.device)
+    owners = torch.repeat_interleave(torch.arange(num_experts, device=ids.device), padded // block_size)
+    expert_ids[: owners.numel()] = owners.to(torch.int32)
+    if expert_map is not None:
+        expert_ids = expert_map[expert_ids.long()]
+    return sorted_ids, expert_ids, ends[-1:].to(torch.int32)

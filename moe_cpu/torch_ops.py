@@ -1,0 +1,97 @@
+"""``torch.ops.moe_cpu``: the native operations as torch operators with fake kernels, for graphs.
+
+``torch.compile(fullgraph=True)`` sees each as one opaque node. Eager calls do not pass here (`moe_cpu.ops`): the dispatcher costs more microseconds than
+a small layer takes. Weights appear as the tensors of a `PackedExperts`. The whole layer on any backend is one more operator, in `moe_cpu.graph_op`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_cpu import ops
+from moe_cpu.packing import PackedExperts
+
+_library = torch.library.Library("moe_cpu", "DEF")
+
+_PACKED = "Tensor w1, Tensor w2, Tensor? w1_bias, Tensor? w2_bias, int K, int I, str gate_layout"
+_SCHEMAS = {
+    "fused_experts": f"(Tensor x, {_PACKED}, Tensor? topk_weights, Tensor topk_ids, Tensor? expert_map, str activation) -> Tensor",
+    "experts_unreduced": f"(Tensor x, {_PACKED}, Tensor topk_ids, Tensor? expert_map, str activation) -> Tensor",
+    "experts_batched": f"(Tensor x, {_PACKED}, Tensor expert_num_tokens, str activation) -> Tensor",
+    "moe_align_block_size": "(Tensor topk_ids, int block_size, int num_experts, Tensor? expert_map, bool pad_sorted_ids) "
+    "-> (Tensor, Tensor, Tensor)",
+    "pack_expert": "(Tensor dense, str gate_layout) -> Tensor",
+    "unpack_expert": "(Tensor packed, int rows, int cols, str gate_layout) -> Tensor",
+}
+
+
+def _fused_experts(
+    x: Tensor, w1: Tensor, w2: Tensor, w1_bias: Tensor | None, w2_bias: Tensor | None, K: int, I: int, gate_layout: str,
+    topk_weights: Tensor | None, topk_ids: Tensor, expert_map: Tensor | None, activation: str,
+) -> Tensor:  # fmt: skip
+    packed = PackedExperts(w1, w2, w1_bias, w2_bias, K, I, gate_layout)
+    if topk_ids.numel() == 0:
+        return torch.zeros(x.shape, dtype=x.dtype)
+    return ops.fused_experts(x, packed, topk_weights, topk_ids, activation=activation, expert_map=expert_map)
+
+
+def _experts_unreduced(
+    x: Tensor, w1: Tensor, w2: Tensor, w1_bias: Tensor | None, w2_bias: Tensor | None, K: int, I: int, gate_layout: str,
+    topk_ids: Tensor, expert_map: Tensor | None, activation: str,
+) -> Tensor:  # fmt: skip
+    packed = PackedExperts(w1, w2, w1_bias, w2_bias, K, I, gate_layout)
+    return ops.experts_unreduced(x, packed, topk_ids, activation=activation, expert_map=expert_map)
+
+
+def _experts_batched(
+    x: Tensor, w1: Tensor, w2: Tensor, w1_bias: Tensor | None, w2_bias: Tensor | None, K: int, I: int, gate_layout: str,
+    expert_num_tokens: Tensor, activation: str,
+) -> Tensor:  # fmt: skip
+    packed = PackedExperts(w1, w2, w1_bias, w2_bias, K, I, gate_layout)
+    # An operator's result is defined everywhere, so rows without a token are zero here.
+    out = torch.zeros(x.shape, dtype=x.dtype)
+    return ops.experts_batched(x, packed, expert_num_tokens, activation=activation, out=out)
+
+
+def _pack_expert(dense: Tensor, gate_layout: str) -> Tensor:
+    packed = torch.empty(ops.packed_elements(*dense.shape, gate_layout), dtype=torch.bfloat16)
+    ops.pack_expert(dense, gate_layout, packed)
+    return packed
+
+
+def _like_input(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_unreduced(x: Tensor, w1: Tensor, w2: Tensor, b1: object, b2: object, K: int, I: int, layout: str, topk_ids: Tensor, *_: object) -> Tensor:
+    return x.new_empty((topk_ids.shape[0], topk_ids.shape[1], x.shape[1]))
+
+
+def _fake_align(topk_ids: Tensor, block_size: int, num_experts: int, expert_map: object, pad_sorted_ids: bool) -> tuple[Tensor, ...]:
+    length = ops.aligned_length(topk_ids.numel(), block_size, num_experts, pad_sorted_ids)
+    return tuple(topk_ids.new_empty(n, dtype=torch.int32) for n in (length, -(-length // block_size), 1))
+
+
+def _fake_pack(dense: Tensor, gate_layout: str) -> Tensor:
+    return dense.new_empty(ops.packed_elements(int(dense.shape[0]), int(dense.shape[1]), gate_layout), dtype=torch.bfloat16)
+
+
+def _fake_unpack(packed: Tensor, rows: int, cols: int, gate_layout: str) -> Tensor:
+    return packed.new_empty((rows, cols))
+
+
+_KERNELS = {
+    "fused_experts": (_fused_experts, _like_input),
+    "experts_unreduced": (_experts_unreduced, _fake_unreduced),
+    "experts_batched": (_experts_batched, _like_input),
+    "moe_align_block_size": (ops.moe_align_block_size, _fake_align),
+    "pack_expert": (_pack_expert, _fake_pack),
+    "unpack_expert": (ops.unpack_expert, _fake_unpack),
+}
+
+for _name, _schema in _SCHEMAS.items():
+    _kernel, _fake = _KERNELS[_name]
+    _library.define(_name + _schema)
+    _library.impl(_name, _kernel, "CPU")
+    torch.library.register_fake(f"moe_cpu::{_name}", _fake, lib=_library)
