@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from moe_cpu import torch_ops as torch_ops  # defines torch.ops.moe_cpu
+from moe_cpu.align import moe_align_block_size
 from moe_cpu.experts import CPUExperts
 from moe_cpu.functional import fused_experts
 from moe_cpu.modular_kernel import (
@@ -33,6 +35,7 @@ __all__ = [
     "PrepareResult",
     "_moe_problem_size",
     "fused_experts",
+    "moe_align_block_size",
 ]
 
 
