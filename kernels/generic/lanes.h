@@ -1,7 +1,7 @@
 // Sixteen lanes of float32: the arithmetic that all element-wise passes are written in.
 //
 // Operators come from the compiler's vector extension, so one source becomes one 512-bit or two 256-bit instructions. An ISA supplies what the
-// extension cannot say, fma and the float16 conversions, in its own lanes header, which includes this one. Everything has internal linkage: a copy
+// extension cannot say, fma and the 16-bit conversions, in its own lanes header, which includes this one. Everything has internal linkage: a copy
 // compiled for one ISA must never serve another. With -ffp-contract=off the same source gives the same bits on every ISA.
 #pragma once
 
@@ -49,7 +49,7 @@ inline void store_first(T* to, V value, int64_t count) {
 inline F32 bf16_to_f32(U16 value) { return float_of(__builtin_convertvector(value, U32) << 16); }
 
 // Round to nearest even. A NaN stays a NaN: its low payload bits must not round it to infinity.
-inline U16 f32_to_bf16(F32 value) {
+inline U16 round_to_bf16(F32 value) {
   const U32 u = bits_of(value);
   const U32 rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   const U32 quiet = (u >> 16) | 0x40u;
@@ -57,14 +57,9 @@ inline U16 f32_to_bf16(F32 value) {
   return __builtin_convertvector((is_nan & quiet) | (~is_nan & rounded), U16);
 }
 
-// Lane-wise choice by a comparison's result (all ones or all zeros).
-inline F32 select(I32 mask, F32 yes, F32 no) {
-  const U32 m = reinterpret_cast<U32>(mask);
-  return float_of((m & bits_of(yes)) | (~m & bits_of(no)));
-}
 // Comparisons with NaN are false, so both keep a NaN in `value`.
-inline F32 at_most(F32 value, F32 limit) { return select(value > limit, limit, value); }
-inline F32 at_least(F32 value, F32 limit) { return select(value < limit, limit, value); }
+inline F32 at_most(F32 value, F32 limit) { return value > limit ? limit : value; }
+inline F32 at_least(F32 value, F32 limit) { return value < limit ? limit : value; }
 inline F32 magnitude(F32 value) { return float_of(bits_of(value) & 0x7fffffffu); }
 
 }  // namespace

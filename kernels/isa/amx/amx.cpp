@@ -7,7 +7,7 @@
 // A block of 17..32 rows has both of its A tiles in one 64-byte-stride stream, so rows past the block's end are read as whatever follows (read_slack)
 // and only spoil accumulator rows that nobody looks at. One row takes the same path as sixteen: what decides there is how fast the panel arrives, and
 // tile loads read memory faster than vector loads did (bench/README.md), so a token's bits never depend on how many share its expert.
-#include "isa/lanes512.h"
+#include "isa/bf16_by_instruction.h"
 #include "generic/elementwise.h"
 #include "generic/peak_operands.h"
 #include "isa/flush_denormals.h"

@@ -1,5 +1,6 @@
 // The AMX loop nest on a bit-exact model of its tile instructions: a machine without AMX tests everything but the silicon.
 #include "isa/lanes256.h"
+#include "isa/bf16_by_rounding.h"
 #include "generic/elementwise.h"
 #include "generic/tile_model.h"
 #include "generic/peak_operands.h"

@@ -3,6 +3,7 @@
 // Registers: 4 rows x 2 accumulators of 8 columns, four for the even and odd values of k of those 16 columns, one broadcast activation. A block's 12 rows
 // and two tiles are walked four rows and one tile at a time; the panel's chunk stays in L1 meanwhile.
 #include "isa/lanes256.h"
+#include "isa/bf16_by_rounding.h"
 #include "generic/elementwise.h"
 #include "generic/peak_operands.h"
 

@@ -3,6 +3,7 @@
 //
 // Registers: 12 rows x 2 accumulators = 24, four for the panel's even and odd values of k. Activation blocks hold float32, read as broadcast operands.
 #include "isa/lanes512.h"
+#include "isa/bf16_by_rounding.h"
 #include "generic/elementwise.h"
 #include "generic/peak_operands.h"
 #include "isa/row_block.h"

@@ -3,7 +3,7 @@
 // Registers: 12 rows x 2 accumulators = 24, two for the panel's tiles; the activation pair comes from memory as a broadcast operand. 14 loads for 24
 // products keep both load ports below the products' rate, and 24 chains hide their latency (6 cycles at two a cycle needs 12).
 // One row alone has two chains only: it takes two panels' worth of latency and still outruns memory.
-#include "isa/lanes512.h"
+#include "isa/bf16_by_instruction.h"
 #include "generic/elementwise.h"
 #include "generic/peak_operands.h"
 #include "isa/row_block.h"
