@@ -46,7 +46,9 @@ def moe_align_block_size(
     if topk_ids.dim() != 2:
         raise shape_error("topk_ids", "[M, topk]", (), topk_ids.shape, hint="one row per token")
     if topk_ids.dtype not in ID_DTYPES:
-        raise DTypeError(f"topk_ids: expected int32 or int64, got {dtype_name(topk_ids.dtype)}; convert it with .to(torch.int32)")
+        raise DTypeError(
+            f"topk_ids: expected int32 or int64, got {dtype_name(topk_ids.dtype)}; convert it with .to(torch.int32)"
+        )
     if block_size < 1:
         raise ArgumentError(f"block_size: expected at least 1, got {block_size}")
     if num_experts < 1:
@@ -67,7 +69,9 @@ def moe_align_block_size(
         expert_map = expert_map.to(torch.int32).contiguous()
     if topk_ids.is_cpu and ops.available():
         if torch.compiler.is_compiling():
-            return torch.ops.moe_cpu.moe_align_block_size(topk_ids, block_size, num_experts, expert_map, pad_sorted_ids)
+            return torch.ops.moe_cpu.moe_align_block_size(
+                topk_ids, block_size, num_experts, expert_map, pad_sorted_ids
+            )
         return ops.moe_align_block_size(topk_ids, block_size, num_experts, expert_map, pad_sorted_ids)
     return _align_in_torch(topk_ids, block_size, num_experts, expert_map, length)
 
@@ -86,7 +90,9 @@ def _align_in_torch(
     # Each run moves from its place in the sorted list to the start of its expert's first block.
     shift = (ends - padded) - (counts.cumsum(0) - counts)
     sorted_ids = torch.full((length,), ids.numel(), dtype=torch.int32, device=ids.device)
-    sorted_ids[torch.arange(positions.numel(), device=ids.device) + shift[ids[positions]]] = positions.to(torch.int32)
+    sorted_ids[torch.arange(positions.numel(), device=ids.device) + shift[ids[positions]]] = positions.to(
+        torch.int32
+    )
     expert_ids = torch.zeros(-(-length // block_size), dtype=torch.int32, device=ids.device)
     owners = torch.repeat_interleave(torch.arange(num_experts, device=ids.device), padded // block_size)
     expert_ids[: owners.numel()] = owners.to(torch.int32)

@@ -14,7 +14,7 @@ from moe_cpu.errors import no_backward_error
 from moe_cpu.experts.cpu import SelectedExperts
 from moe_cpu.experts.registry import requested
 from moe_cpu.modular_kernel import FusedMoEModularKernel
-from moe_cpu.pack_cache import packed_for
+from moe_cpu.pack_cache import find, packed_for
 from moe_cpu.packing import PackedExperts
 from moe_cpu.prepare_finalize import MoEPrepareAndFinalizeNoEP
 
@@ -99,6 +99,22 @@ def fused_experts(
             apply_router_weight_on_input,
             expert_map,
         )
+    if (name == "auto" or name == "native") and w1_bias is None and w2_bias is None:
+        known = find(w1, w2, activation)
+        if known is not None:
+            if torch.is_grad_enabled():
+                _refuse_backward(w1=w1, w2=w2)
+            return _native(
+                size,
+                hidden_states,
+                known,
+                topk_weights,
+                topk_ids,
+                inplace,
+                activation,
+                apply_router_weight_on_input,
+                expert_map,
+            )
     experts, kernel = _stages(name)
     chosen = experts.backend_for(hidden_states, w1, w2, activation, w1_bias, w2_bias)
     if chosen.name == "native":

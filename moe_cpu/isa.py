@@ -51,7 +51,9 @@ def resolve(isa: str | None = None) -> str:
         source, isa = ENVIRONMENT_VARIABLE, os.environ[ENVIRONMENT_VARIABLE]
     if isa is not None:
         if isa not in names():
-            raise IsaUnavailable(f"{source}: expected one of {', '.join(names()) or '(no native library)'}, got {isa!r}")
+            raise IsaUnavailable(
+                f"{source}: expected one of {', '.join(names()) or '(no native library)'}, got {isa!r}"
+            )
         reason = ops.isa_why_not(isa)
         if reason is not None:
             raise IsaUnavailable(f"{source} = {isa}: {reason}")
@@ -59,7 +61,9 @@ def resolve(isa: str | None = None) -> str:
     for name in available():
         if name not in _ONLY_ON_REQUEST:
             return name
-    reasons = "; ".join(f"{name}: {ops.isa_why_not(name)}" for name in names() if name not in _ONLY_ON_REQUEST)
+    reasons = "; ".join(
+        f"{name}: {ops.isa_why_not(name)}" for name in names() if name not in _ONLY_ON_REQUEST
+    )
     raise IsaUnavailable(f"no instruction set can run here: {reasons or ops.why_not()}")
 
 

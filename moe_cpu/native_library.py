@@ -6,10 +6,18 @@ import ctypes
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
-import torch  # noqa: F401  first: the library then shares torch's OpenMP runtime instead of bringing a second one
+import torch  # first: the library then shares torch's OpenMP runtime instead of bringing a second one
 
-from moe_cpu.errors import ArgumentError, ExpertIdError, IsaUnavailable, MoEError, NativeLibraryMissing, OutOfMemory
+from moe_cpu.errors import (
+    ArgumentError,
+    ExpertIdError,
+    IsaUnavailable,
+    MoEError,
+    NativeLibraryMissing,
+    OutOfMemory,
+)
 
 ABI_VERSION = 1
 FILE_NAME = "libmoe_cpu.so"
@@ -25,8 +33,12 @@ REDUCED, UNREDUCED, BATCHED = 0, 1, 2
 
 Info = ctypes.c_int64 * 4
 
-_i32, _i64, _f64, _ptr, _str = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes.c_void_p, ctypes.c_char_p
-_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+_i32: Any = ctypes.c_int32
+_i64: Any = ctypes.c_int64
+_f64: Any = ctypes.c_double
+_ptr: Any = ctypes.c_void_p
+_str: Any = ctypes.c_char_p
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "moe_abi_version": (_i32, []),
     "moe_isa_count": (_i32, []),
     "moe_isa_name": (_str, [_i32]),
@@ -36,7 +48,10 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "moe_openmp_max_threads": (_i32, []),
     "moe_parallel_team": (_i32, [_i32]),
     "moe_align_scratch_bytes": (_i64, [_i64, _i32]),
-    "moe_align_block_size": (_i32, [_ptr, _i32] + [_i64] * 6 + [_ptr, _i64, _i64] + [_ptr] * 4 + [_i32, _ptr]),
+    "moe_align_block_size": (
+        _i32,
+        [_ptr, _i32] + [_i64] * 6 + [_ptr, _i64, _i64] + [_ptr] * 4 + [_i32, _ptr],
+    ),
     "moe_packed_elements": (_i64, [_i64, _i64, _i32]),
     "moe_pack_expert": (_i32, [_ptr, _i32, _i64, _i64, _i64, _i64, _i32, _ptr, _i32, _ptr]),
     "moe_unpack_expert": (_i32, [_ptr, _i64, _i64, _i32, _ptr, _i32, _ptr]),
@@ -66,7 +81,10 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     paths = candidates()
     path = next((p for p in paths if p.exists()), None)
     if path is None:
-        return None, f"no {FILE_NAME} at {' or '.join(map(str, paths))}; build it with `pip install .` (Linux on x86-64, g++ >= 12)"
+        return (
+            None,
+            f"no {FILE_NAME} at {' or '.join(map(str, paths))}; build it with `pip install .` (Linux on x86-64, g++ >= 12)",
+        )
     try:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
@@ -76,7 +94,10 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
         return None, f"{path} cannot be loaded: {error}"
     version = library.moe_abi_version()
     if version != ABI_VERSION:
-        return None, f"{path} has interface version {version}, this package needs {ABI_VERSION}; reinstall moe-cpu"
+        return (
+            None,
+            f"{path} has interface version {version}, this package needs {ABI_VERSION}; reinstall moe-cpu",
+        )
     return library, None
 
 
@@ -108,13 +129,17 @@ def failure(status: int, info: ctypes.Array[ctypes.c_int64], what: str, topk: in
             f"ids are global, so with expert_map pass global_num_experts = len(expert_map)"
         )
     if status == BAD_EXPERT_MAP:
-        return ExpertIdError(f"expert_map[{a}]: expected a local expert in [0, {c}) or -1 (on another rank), got {b}")
+        return ExpertIdError(
+            f"expert_map[{a}]: expected a local expert in [0, {c}) or -1 (on another rank), got {b}"
+        )
     if status == BAD_TOKEN_COUNT:
         return ArgumentError(f"expert_num_tokens[{a}]: expected 0 .. max_num_tokens = {c}, got {b}")
     if status == TOO_LARGE:
         return ArgumentError(f"{what}: {a} exceeds the limit of {b}; split the tokens into several calls")
     if status == ISA_UNAVAILABLE:
-        return IsaUnavailable(f"{what}: instruction set number {a} cannot run on this CPU; see `moe-cpu info`")
+        return IsaUnavailable(
+            f"{what}: instruction set number {a} cannot run on this CPU; see `moe-cpu info`"
+        )
     if status == NO_MEMORY:
         return OutOfMemory(f"{what}: {a} bytes of memory could not be had")
     return ArgumentError(f"{what}: the native library refused the call (status {status}, {a}, {b}, {c})")

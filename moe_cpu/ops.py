@@ -48,8 +48,8 @@ class _PerThread(threading.local):
 
 _mine = _PerThread()
 _isas: tuple[str, ...] | None = None
-# The number of the instruction set that calls without one use: `moe_cpu.isa` decides and puts its answer here.
-active_isa: Callable[[], int]
+# Answers with the number of the instruction set that calls without one use; `moe_cpu.isa`, which decides, puts itself here.
+active_isa: Callable[[], int] = lambda: 0  # noqa: E731
 
 
 def available() -> bool:
@@ -155,7 +155,9 @@ def layer(
         scratch_address, scratch_bytes = mine.scratch_address, mine.scratch_bytes
 
 
-def layer_scratch_bytes(tokens: int, topk: int, packed: Any, dtype: torch.dtype, mode: int, isa: str | int | None = None) -> int:
+def layer_scratch_bytes(
+    tokens: int, topk: int, packed: Any, dtype: torch.dtype, mode: int, isa: str | int | None = None
+) -> int:
     """Bytes of scratch memory one layer call needs. `packed` is anything with E, K, I and gate_layout_code."""
     args = bytearray(_LAYER_ARGS.size)
     _LAYER_ARGS.pack_into(
@@ -199,7 +201,9 @@ def fused_experts(
     if out is None:
         # empty_like is the quickest way to a tensor but copies strides.
         out = torch.empty_like(x) if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype)
-    return layer(x, packed, topk_weights, topk_ids, out, native.REDUCED, activation, expert_map, None, isa, scratch)
+    return layer(
+        x, packed, topk_weights, topk_ids, out, native.REDUCED, activation, expert_map, None, isa, scratch
+    )
 
 
 def experts_unreduced(
@@ -240,7 +244,11 @@ def experts_batched(
 
 
 def moe_align_block_size(
-    topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Tensor | None = None, pad_sorted_ids: bool = False
+    topk_ids: Tensor,
+    block_size: int,
+    num_experts: int,
+    expert_map: Tensor | None = None,
+    pad_sorted_ids: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The native routine behind `moe_cpu.moe_align_block_size`, for CPU tensors."""
     lib, mine = native.library(), _mine
@@ -290,7 +298,13 @@ def unpack_expert(packed: Tensor, rows: int, cols: int, gate_layout: str) -> Ten
     """The dense `[rows, cols]` bf16 matrix that `pack_expert` was given."""
     dense = torch.empty((rows, cols), dtype=torch.bfloat16)
     status = native.library().moe_unpack_expert(
-        packed.data_ptr(), rows, cols, native.GATE_LAYOUT_CODES[gate_layout], dense.data_ptr(), torch.get_num_threads(), _mine.info_address
+        packed.data_ptr(),
+        rows,
+        cols,
+        native.GATE_LAYOUT_CODES[gate_layout],
+        dense.data_ptr(),
+        torch.get_num_threads(),
+        _mine.info_address,
     )
     if status != native.OK:
         raise native.failure(status, _mine.info, "unpack")
@@ -301,7 +315,9 @@ def cpu_description() -> dict[str, Any]:
     """What the library sees of this machine: feature bits, cache bytes of one core, threads, the OpenMP runtime mapped, ISAs with reasons."""
     lib = native.library()
     with open("/proc/self/maps") as maps:
-        runtimes = sorted({line.split()[-1] for line in maps if "libgomp" in line or "libomp" in line or "libiomp" in line})
+        runtimes = sorted(
+            {line.split()[-1] for line in maps if "libgomp" in line or "libomp" in line or "libiomp" in line}
+        )
     return {
         "features": lib.moe_cpu_features().decode().split(),
         "cache_bytes": {f"L{level}": lib.moe_cache_bytes(level) for level in (1, 2, 3)},
@@ -322,10 +338,16 @@ def probe_matrix_peak(isa: str, threads: int, seconds: float = 0.2) -> float:
 def probe_read_bandwidth(threads: int, size: int = 1 << 30, seconds: float = 0.3) -> float:
     """Bytes/s of plain sequential reads of a buffer of `size` bytes, shared out over `threads` threads."""
     data = torch.ones(size // 8, dtype=torch.int64)
-    return float(native.library().moe_probe_read_bandwidth(data.data_ptr(), data.numel() * 8, threads, seconds))
+    return float(
+        native.library().moe_probe_read_bandwidth(data.data_ptr(), data.numel() * 8, threads, seconds)
+    )
 
 
 def probe_copy_bandwidth(threads: int, size: int = 1 << 29, seconds: float = 0.3) -> float:
     """Bytes/s, read plus written, of copying `size` bytes with `threads` threads."""
     source, target = torch.ones(size // 8, dtype=torch.int64), torch.zeros(size // 8, dtype=torch.int64)
-    return float(native.library().moe_probe_copy_bandwidth(source.data_ptr(), target.data_ptr(), source.numel() * 8, threads, seconds))
+    return float(
+        native.library().moe_probe_copy_bandwidth(
+            source.data_ptr(), target.data_ptr(), source.numel() * 8, threads, seconds
+        )
+    )

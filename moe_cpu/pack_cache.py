@@ -32,7 +32,11 @@ _lock = threading.Lock()
 
 
 def packed_for(
-    w1: Tensor, w2: Tensor, w1_bias: Tensor | None = None, w2_bias: Tensor | None = None, activation: str = "silu"
+    w1: Tensor,
+    w2: Tensor,
+    w1_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    activation: str = "silu",
 ) -> PackedExperts:
     """The packed form of dense bf16 weights: from the cache if they are unchanged since they were packed, else packed now.
 
@@ -54,7 +58,12 @@ def packed_for(
             stacklevel=2,
         )
         return PackedExperts.pack(w1, w2, w1_bias, w2_bias, activation=activation)
-    key = (layout, w1_bias is None, w2_bias is None, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors))
+    key = (
+        layout,
+        w1_bias is None,
+        w2_bias is None,
+        *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors),
+    )
     versions = tuple(t._version for t in tensors)
     entry = _entries.get(key)
     if entry is not None and entry.versions == versions and all(ref() is not None for ref in entry.storages):
@@ -62,7 +71,10 @@ def packed_for(
         return entry.packed
     with _lock:
         # An entry dies with the first of its storages. The callback may run in the middle of anything, so it only removes, without the lock.
-        storages = tuple(weakref.ref(t.untyped_storage(), lambda _, key=key: _entries.pop(key, None)) for t in tensors)  # type: ignore[misc]
+        def evict(_: Any) -> None:
+            _entries.pop(key, None)
+
+        storages = tuple(weakref.ref(t.untyped_storage(), evict) for t in tensors)
         packed = PackedExperts.pack(w1, w2, w1_bias, w2_bias, activation=activation)
         _entries[key] = entry = _Entry(storages, versions, packed)
         _remember(entry, w1, w2, w1_bias, w2_bias, activation)
@@ -78,7 +90,12 @@ def find(w1: Tensor, w2: Tensor, activation: str) -> PackedExperts | None:
     if found is None:
         return None
     entry, first, second, form = found
-    if first() is w1 and second() is w2 and entry.versions == (w1._version, w2._version) and form == _form(w1, w2):
+    if (
+        first() is w1
+        and second() is w2
+        and entry.versions == (w1._version, w2._version)
+        and form == _form(w1, w2)
+    ):
         return entry.packed
     return None
 
@@ -87,7 +104,9 @@ def _form(w1: Tensor, w2: Tensor) -> tuple[Any, ...]:
     return w1.shape, w1.stride(), w2.shape, w2.stride()
 
 
-def _remember(entry: _Entry, w1: Tensor, w2: Tensor, w1_bias: Tensor | None, w2_bias: Tensor | None, activation: str) -> None:
+def _remember(
+    entry: _Entry, w1: Tensor, w2: Tensor, w1_bias: Tensor | None, w2_bias: Tensor | None, activation: str
+) -> None:
     if w1_bias is None and w2_bias is None:
         key = (w1.data_ptr(), w2.data_ptr(), activation)
         first = weakref.ref(w1, lambda _: _last.pop(key, None))

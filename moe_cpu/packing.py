@@ -6,8 +6,7 @@ The layout (kernels/include/moe/layout.h) is the same for every instruction set,
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -44,7 +43,16 @@ class PackedExperts:
 
     scheme = "bf16"
 
-    def __init__(self, w1: Tensor, w2: Tensor, w1_bias: Tensor | None, w2_bias: Tensor | None, K: int, I: int, gate_layout: str) -> None:
+    def __init__(
+        self,
+        w1: Tensor,
+        w2: Tensor,
+        w1_bias: Tensor | None,
+        w2_bias: Tensor | None,
+        K: int,
+        I: int,
+        gate_layout: str,
+    ) -> None:
         self.w1, self.w2, self.w1_bias, self.w2_bias = w1, w2, w1_bias, w2_bias
         self.E, self.K, self.I, self.gate_layout = w1.shape[0], K, I, gate_layout
         self.N = I if gate_layout == "none" else 2 * I
@@ -71,7 +79,11 @@ class PackedExperts:
     @property
     def nbytes(self) -> int:
         """Bytes held, padding and biases included."""
-        return sum(t.numel() * t.element_size() for t in (self.w1, self.w2, self.w1_bias, self.w2_bias) if t is not None)
+        return sum(
+            t.numel() * t.element_size()
+            for t in (self.w1, self.w2, self.w1_bias, self.w2_bias)
+            if t is not None
+        )
 
     def __repr__(self) -> str:
         bias = ", biases" if self.has_bias else ""
@@ -112,9 +124,13 @@ class PackedExperts:
         if gate_layout is None:
             gate_layout = layout_of(activation)
         if gate_layout not in native.GATE_LAYOUT_CODES:
-            raise ArgumentError(f"gate_layout: expected one of {', '.join(native.GATE_LAYOUT_CODES)}, got {gate_layout!r}")
+            raise ArgumentError(
+                f"gate_layout: expected one of {', '.join(native.GATE_LAYOUT_CODES)}, got {gate_layout!r}"
+            )
         if dtype not in (None, torch.bfloat16):
-            raise DTypeError(f"dtype: expected torch.bfloat16 or None, got {dtype}; it names what the weights are turned into")
+            raise DTypeError(
+                f"dtype: expected torch.bfloat16 or None, got {dtype}; it names what the weights are turned into"
+            )
         first = _Matrices("w1", w1, dtype)
         second = _Matrices("w2", w2, dtype)
         packed1, packed2 = _Stack(first, gate_layout), _Stack(second, "none")
@@ -162,10 +178,19 @@ class PackedExperts:
         N = I if gate_layout == "none" else 2 * I
         for name, tensor, rows, cols, layout in (("w1", w1, N, K, gate_layout), ("w2", w2, K, I, "none")):
             expected = (w1.shape[0], ops.packed_elements(rows, cols, layout))
-            if tuple(tensor.shape) != expected or tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
-                raise ShapeError(f"packed {name}: expected [E, elements] = {list(expected)} contiguous bf16, got {list(tensor.shape)} {tensor.dtype}")
+            if (
+                tuple(tensor.shape) != expected
+                or tensor.dtype != torch.bfloat16
+                or not tensor.is_contiguous()
+            ):
+                raise ShapeError(
+                    f"packed {name}: expected [E, elements] = {list(expected)} contiguous bf16, got {list(tensor.shape)} {tensor.dtype}"
+                )
         E = w1.shape[0]
-        biases = _bias("w1_bias", state["w1_bias"], ("E", "N"), (E, N)), _bias("w2_bias", state["w2_bias"], ("E", "K"), (E, K))
+        biases = (
+            _bias("w1_bias", state["w1_bias"], ("E", "N"), (E, N)),
+            _bias("w2_bias", state["w2_bias"], ("E", "K"), (E, K)),
+        )
         return cls(w1, w2, *biases, K=K, I=I, gate_layout=gate_layout)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -181,7 +206,9 @@ class PackedExperts:
 def layout_of(activation: str) -> str:
     """The row order of w1 that `activation` means. Raises ArgumentError for an unknown one."""
     if activation not in GATE_LAYOUT_OF_ACTIVATION:
-        raise ArgumentError(f"activation: expected one of {', '.join(GATE_LAYOUT_OF_ACTIVATION)}, got {activation!r}")
+        raise ArgumentError(
+            f"activation: expected one of {', '.join(GATE_LAYOUT_OF_ACTIVATION)}, got {activation!r}"
+        )
     return GATE_LAYOUT_OF_ACTIVATION[activation]
 
 
@@ -193,14 +220,18 @@ class _Matrices:
         if isinstance(weights, Tensor) and weights.dim() != 3:
             symbols = "[E, N, K]" if name == "w1" else "[E, K, I]"
             raise ShapeError(f"{name}: expected {symbols}, got {list(weights.shape)}")
-        self.count: int | None = len(weights) if hasattr(weights, "__len__") else None
+        self.count: int | None = len(weights) if isinstance(weights, Sized) else None
 
     def __iter__(self) -> Iterator[Tensor]:
         for matrix in self.weights:
             if matrix.dim() != 2:
-                raise ShapeError(f"{self.name}: expected one [rows, columns] matrix per expert, got {list(matrix.shape)}")
+                raise ShapeError(
+                    f"{self.name}: expected one [rows, columns] matrix per expert, got {list(matrix.shape)}"
+                )
             if matrix.device.type != "cpu":
-                raise DeviceError(f"{self.name}: expected a CPU tensor, got {matrix.device}; move it with .cpu()")
+                raise DeviceError(
+                    f"{self.name}: expected a CPU tensor, got {matrix.device}; move it with .cpu()"
+                )
             if matrix.dtype != torch.bfloat16:
                 if self.dtype is None or not matrix.dtype.is_floating_point:
                     raise DTypeError(
@@ -225,16 +256,22 @@ class _Stack:
         rows, cols = dense.shape
         if self.used == 0:
             if self.gate_layout != "none" and rows % 2:
-                raise ShapeError(f"{self.name}: expected an even number of rows N = 2*I (gate and up), got {rows}")
+                raise ShapeError(
+                    f"{self.name}: expected an even number of rows N = 2*I (gate and up), got {rows}"
+                )
             self.dense_shape = (rows, cols)
             self.size = ops.packed_elements(rows, cols, self.gate_layout)
             if self.count is not None:
                 self.buffer = torch.empty((self.count, self.size), dtype=torch.bfloat16)
         elif (rows, cols) != self.dense_shape:
-            raise ShapeError(f"{self.name}[{self.used}]: expected {list(self.dense_shape)} as the experts before it, got [{rows}, {cols}]")
+            raise ShapeError(
+                f"{self.name}[{self.used}]: expected {list(self.dense_shape)} as the experts before it, got [{rows}, {cols}]"
+            )
         if self.buffer is None:
             self.rows.append(torch.empty(self.size, dtype=torch.bfloat16))
-        ops.pack_expert(dense, self.gate_layout, self.rows[-1] if self.buffer is None else self.buffer[self.used])
+        ops.pack_expert(
+            dense, self.gate_layout, self.rows[-1] if self.buffer is None else self.buffer[self.used]
+        )
         self.used += 1
 
     def finish(self) -> Tensor:
@@ -257,7 +294,9 @@ def _pairs(first: _Matrices, second: _Matrices) -> Iterator[tuple[Tensor, Tensor
         if a is done and b is done:
             return
         if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-            raise ShapeError(f"w1 and w2: expected the same number of experts E, but {'w1' if a is done else 'w2'} ends after {count}")
+            raise ShapeError(
+                f"w1 and w2: expected the same number of experts E, but {'w1' if a is done else 'w2'} ends after {count}"
+            )
         count += 1
         yield a, b
 

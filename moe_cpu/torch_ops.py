@@ -6,6 +6,9 @@ a small layer takes. Weights appear as the tensors of a `PackedExperts`. The who
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -55,7 +58,9 @@ def _experts_batched(
 
 
 def _pack_expert(dense: Tensor, gate_layout: str) -> Tensor:
-    packed = torch.empty(ops.packed_elements(*dense.shape, gate_layout), dtype=torch.bfloat16)
+    packed = torch.empty(
+        ops.packed_elements(dense.shape[0], dense.shape[1], gate_layout), dtype=torch.bfloat16
+    )
     ops.pack_expert(dense, gate_layout, packed)
     return packed
 
@@ -64,24 +69,39 @@ def _like_input(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _fake_unreduced(x: Tensor, w1: Tensor, w2: Tensor, b1: object, b2: object, K: int, I: int, layout: str, topk_ids: Tensor, *_: object) -> Tensor:
+def _fake_unreduced(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: object,
+    b2: object,
+    K: int,
+    I: int,
+    layout: str,
+    topk_ids: Tensor,
+    *_: object,
+) -> Tensor:
     return x.new_empty((topk_ids.shape[0], topk_ids.shape[1], x.shape[1]))
 
 
-def _fake_align(topk_ids: Tensor, block_size: int, num_experts: int, expert_map: object, pad_sorted_ids: bool) -> tuple[Tensor, ...]:
+def _fake_align(
+    topk_ids: Tensor, block_size: int, num_experts: int, expert_map: object, pad_sorted_ids: bool
+) -> tuple[Tensor, ...]:
     length = ops.aligned_length(topk_ids.numel(), block_size, num_experts, pad_sorted_ids)
     return tuple(topk_ids.new_empty(n, dtype=torch.int32) for n in (length, -(-length // block_size), 1))
 
 
 def _fake_pack(dense: Tensor, gate_layout: str) -> Tensor:
-    return dense.new_empty(ops.packed_elements(int(dense.shape[0]), int(dense.shape[1]), gate_layout), dtype=torch.bfloat16)
+    return dense.new_empty(
+        ops.packed_elements(int(dense.shape[0]), int(dense.shape[1]), gate_layout), dtype=torch.bfloat16
+    )
 
 
 def _fake_unpack(packed: Tensor, rows: int, cols: int, gate_layout: str) -> Tensor:
     return packed.new_empty((rows, cols))
 
 
-_KERNELS = {
+_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "fused_experts": (_fused_experts, _like_input),
     "experts_unreduced": (_experts_unreduced, _fake_unreduced),
     "experts_batched": (_experts_batched, _like_input),

@@ -67,7 +67,9 @@ class NativeExperts(FusedMoEPermuteExpertsUnpermute):
         """
         batched = aq.dim() == 3
         mode = native_library.BATCHED if batched else native_library.UNREDUCED
-        shape = SimpleNamespace(K=K, I=N, E=num_experts, gate_layout_code=native_library.GATE_LAYOUT_CODES["none"])
+        shape = SimpleNamespace(
+            K=K, I=N, E=num_experts, gate_layout_code=native_library.GATE_LAYOUT_CODES["none"]
+        )
         scratch = ops.layer_scratch_bytes(M, topk, shape, aq.dtype, mode, self.isa)
         return (aq.shape[0] * M if batched else M * topk) * K, -(-scratch // aq.element_size()), aq.dtype
 
@@ -98,10 +100,29 @@ class NativeExperts(FusedMoEPermuteExpertsUnpermute):
 
         Raises: ShapeError, DTypeError, DeviceError, ArgumentError, ExpertIdError.
         """
-        check_no_scales(w1_scale=w1_scale, w2_scale=w2_scale, w1_zp=w1_zp, w2_zp=w2_zp, a1q_scale=a1q_scale, a2_scale=a2_scale)
+        check_no_scales(
+            w1_scale=w1_scale,
+            w2_scale=w2_scale,
+            w1_zp=w1_zp,
+            w2_zp=w2_zp,
+            a1q_scale=a1q_scale,
+            a2_scale=a2_scale,
+        )
         batched = hidden_states.dim() == 3
         if not batched:
-            check_call(hidden_states, w1, w2, None, topk_ids, activation, False, global_num_experts, expert_map, w1_bias, w2_bias)
+            check_call(
+                hidden_states,
+                w1,
+                w2,
+                None,
+                topk_ids,
+                activation,
+                False,
+                global_num_experts,
+                expert_map,
+                w1_bias,
+                w2_bias,
+            )
         packed = self._packed(w1, w2, w1_bias, w2_bias, activation)
         shape = hidden_states.shape if batched else (*topk_ids.shape, hidden_states.shape[1])
         out = _view(workspace13, shape, hidden_states.dtype)
@@ -111,7 +132,13 @@ class NativeExperts(FusedMoEPermuteExpertsUnpermute):
             if expert_num_tokens is None:
                 expert_num_tokens = torch.full((packed.E,), hidden_states.shape[1], dtype=torch.int32)
             return ops.experts_batched(
-                hidden_states, packed, expert_num_tokens, activation=activation, out=out, isa=self.isa, scratch=_scratch(workspace2)
+                hidden_states,
+                packed,
+                expert_num_tokens,
+                activation=activation,
+                out=out,
+                isa=self.isa,
+                scratch=_scratch(workspace2),
             )
         return ops.experts_unreduced(
             hidden_states, packed, topk_ids, activation=activation, expert_map=_plain(expert_map), out=out, isa=self.isa,
@@ -142,7 +169,19 @@ class NativeExperts(FusedMoEPermuteExpertsUnpermute):
 
         Raises: ShapeError, DTypeError, DeviceError, ArgumentError, ExpertIdError.
         """
-        check_call(hidden_states, w1, w2, topk_weights, topk_ids, activation, False, global_num_experts, expert_map, w1_bias, w2_bias)
+        check_call(
+            hidden_states,
+            w1,
+            w2,
+            topk_weights,
+            topk_ids,
+            activation,
+            False,
+            global_num_experts,
+            expert_map,
+            w1_bias,
+            w2_bias,
+        )
         packed = self._packed(w1, w2, w1_bias, w2_bias, activation)
         if topk_ids.numel() == 0:
             output.zero_()
@@ -157,7 +196,9 @@ class NativeExperts(FusedMoEPermuteExpertsUnpermute):
             output.copy_(result)
 
     @staticmethod
-    def _packed(w1: Any, w2: Any, w1_bias: torch.Tensor | None, w2_bias: torch.Tensor | None, activation: str) -> PackedExperts:
+    def _packed(
+        w1: Any, w2: Any, w1_bias: torch.Tensor | None, w2_bias: torch.Tensor | None, activation: str
+    ) -> PackedExperts:
         return w1 if is_packed(w1, w2) else packed_for(w1, w2, w1_bias, w2_bias, activation)
 
 
