@@ -103,7 +103,9 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def _reasons(items: dict[str, str | None], active: str | None) -> list[str]:
-    width = max(map(len, items), default=0)
+    if not items:
+        return ["  not known without the native library"]
+    width = max(map(len, items))
     return [
         f"  {name:<{width}}  {reason or ('active' if name == active else 'available')}"
         for name, reason in items.items()
