@@ -9,6 +9,10 @@ Environment:
 from __future__ import annotations
 
 import os
+
+# NumPy's own threads would fight with the ones under test for the same cores. It reads this when it is loaded.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -87,6 +91,14 @@ def native() -> None:
     if not ops.available():
         message = f"the native library is not usable: {ops.why_not()}"
         pytest.fail(message) if REQUIRED else pytest.skip(message)
+
+
+@pytest.fixture
+def amx() -> None:
+    """For tests that need the silicon."""
+    if "amx" not in selection.available():
+        reason = ops.isa_why_not("amx") if ops.available() else ops.why_not()
+        pytest.fail(str(reason)) if "amx" in REQUIRED else pytest.skip(f"amx: {reason}")
 
 
 @pytest.fixture
