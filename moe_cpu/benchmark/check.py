@@ -28,10 +28,12 @@ def sample_tokens(M: int, rng: torch.Generator) -> Tensor:
     return torch.cat((torch.tensor([0, M - 1]), inner))
 
 
-def _product(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """x @ weight.T in float64, and the same of the absolute values."""
-    parts = [weight[i : i + _ROWS].double().T for i in range(0, weight.shape[0], _ROWS)]
-    return torch.cat([x @ p for p in parts], dim=-1), torch.cat([x.abs() @ p.abs() for p in parts], dim=-1)
+def _product(x: Tensor, weight: Tensor, *, magnitudes: bool = False) -> Tensor:
+    """x @ weight.T in float64, or |x| @ |weight|.T."""
+    parts = (weight[i : i + _ROWS].double() for i in range(0, weight.shape[0], _ROWS))
+    if magnitudes:
+        return torch.cat([x.abs() @ part.abs_().T for part in parts], dim=-1)
+    return torch.cat([x @ part.T for part in parts], dim=-1)
 
 
 def expected(layer: DenseLayer, inputs: Inputs, shape: ModelShape, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,10 +44,11 @@ def expected(layer: DenseLayer, inputs: Inputs, shape: ModelShape, rows: Tensor)
         if e < 0:
             continue
         row, slot = (ids == e).nonzero(as_tuple=True)
-        h, _ = _product(x[row], layer.w1[e])
+        h = _product(x[row], layer.w1[e])
         if layer.w1_bias is not None:
             h = h + layer.w1_bias[e].double()
-        y, magnitude = _product(activate(h, shape.activation), layer.w2[e])
+        a = activate(h, shape.activation)
+        y, magnitude = _product(a, layer.w2[e]), _product(a, layer.w2[e], magnitudes=True)
         if layer.w2_bias is not None:
             y, magnitude = y + layer.w2_bias[e].double(), magnitude + layer.w2_bias[e].double().abs()
         out.index_add_(0, row, y * weights[row, slot, None])
