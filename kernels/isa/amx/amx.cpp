@@ -10,6 +10,7 @@
 #include "isa/bf16_by_instruction.h"
 #include "generic/elementwise.h"
 #include "generic/peak_operands.h"
+#include "isa/ahead.h"
 #include "isa/flush_denormals.h"
 
 namespace moe {
@@ -40,17 +41,6 @@ void leave() {
   _tile_release();
   keep_denormals();
 }
-
-// Cache lines of the following panel that one step asks for, so that it has arrived in L2 when its turn comes.
-struct Ahead {
-  const char* line;
-  int64_t lines_per_step;
-  explicit Ahead(const BlockProduct& p)
-      : line(reinterpret_cast<const char*>(p.next)), lines_per_step(p.next ? ceil_div(p.next_bytes, p.steps * kTileBytes) : 0) {}
-  void step() {
-    for (int64_t i = 0; i < lines_per_step; ++i, line += kTileBytes) _mm_prefetch(line, _MM_HINT_T1);
-  }
-};
 
 void two_row_tiles(const BlockProduct& p) {
   float* const lower = p.c + kTileRows * kPanelCols;

@@ -6,6 +6,7 @@
 #include "isa/bf16_by_rounding.h"
 #include "generic/elementwise.h"
 #include "generic/peak_operands.h"
+#include "isa/ahead.h"
 
 namespace moe {
 namespace {
@@ -48,8 +49,10 @@ void walk(const float* a, int64_t a_step, const uint16_t* b, float* c, int64_t s
 
 void product(const BlockProduct& p) {
   const int64_t a_step = int64_t{p.rows} * kStep;
+  Ahead ahead(p);
   for (int64_t s = 0; s < p.steps; s += kChunkSteps) {
     const int64_t steps = p.steps - s < kChunkSteps ? p.steps - s : kChunkSteps;
+    for (int64_t i = 0; i < steps; ++i) ahead.step();
     const bool accumulate = p.accumulate || s > 0;
     for (int tile = 0; tile < 2; ++tile) {
       const uint16_t* b = p.b + s * kPanelStep + tile * kTileElements;

@@ -6,6 +6,7 @@
 #include "isa/bf16_by_rounding.h"
 #include "generic/elementwise.h"
 #include "generic/peak_operands.h"
+#include "isa/ahead.h"
 #include "isa/row_block.h"
 
 namespace moe {
@@ -20,7 +21,9 @@ struct Widened {
     load_sums<kRows>(sum, p);
     const float* a = static_cast<const float*>(p.a);
     const uint16_t* b = p.b;
+    Ahead ahead(p);
     for (int64_t s = 0; s < p.steps; ++s, a += kRows * kStep, b += kPanelStep) {
+      ahead.step();
 #pragma GCC unroll 2
       for (int pair = 0; pair < kStep / 2; ++pair) {
         for (int t = 0; t < 2; ++t) {

@@ -6,6 +6,7 @@
 #include "isa/bf16_by_instruction.h"
 #include "generic/elementwise.h"
 #include "generic/peak_operands.h"
+#include "isa/ahead.h"
 #include "isa/row_block.h"
 
 namespace moe {
@@ -20,7 +21,9 @@ struct Bf16Pairs {
     F32 sum[kRows][2];
     load_sums<kRows>(sum, p);
     const uint16_t *a = static_cast<const uint16_t*>(p.a), *b = p.b;
+    Ahead ahead(p);
     for (int64_t s = 0; s < p.steps; ++s, a += kRows * kStep, b += kPanelStep) {
+      ahead.step();
 #pragma GCC unroll 4
       for (int pair = 0; pair < kStep / 2; ++pair) {
         const __m512bh left = (__m512bh)load<U32>(b + pair * 2 * kTileCols);
