@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ def call(
 ) -> Tensor:
     """`fused_experts` on dense or packed weights."""
     weights = (case.w1, case.w2, case.w1_bias, case.w2_bias) if packed is None else (packed, None, None, None)
-    with selection.use(isa):
+    with nullcontext() if isa is None else selection.use(isa):
         return fused_experts(
             case.x,
             weights[0],
@@ -41,8 +41,8 @@ def call(
         )
 
 
-def native(case: Case, isa: str, packed: PackedExperts | None = None) -> Tensor:
-    """The layer by the native library on one instruction set."""
+def native(case: Case, isa: str | None, packed: PackedExperts | None = None) -> Tensor:
+    """The layer by the native library on one instruction set (None: the active one)."""
     return call(case, packed=pack(case) if packed is None else packed, isa=isa)
 
 

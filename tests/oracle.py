@@ -135,11 +135,14 @@ def align(
         length = -(-length // block_size) * block_size
     positions = np.full(length, flat.size, dtype=np.int64)
     experts = np.zeros(-(-length // block_size), dtype=np.int64)
+    of_expert: list[list[int]] = [[] for _ in range(num_experts)]
+    for position, e in enumerate(flat.tolist()):
+        if e >= 0:
+            of_expert[e].append(position)
     used = 0
-    for e in range(num_experts):
-        mine = np.flatnonzero(flat == e)
-        blocks = -(-mine.size // block_size)
-        positions[used : used + mine.size] = mine
+    for e, mine in enumerate(of_expert):
+        blocks = -(-len(mine) // block_size)
+        positions[used : used + len(mine)] = mine
         experts[used // block_size : used // block_size + blocks] = e
         used += blocks * block_size
     if expert_map is not None and num_experts > 0:

@@ -1,0 +1,229 @@
+"""PackedExperts: what goes in comes out, from tensors, iterables and files; the cache of dense weights is never stale."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import oracle
+import pytest
+import torch
+from calls import call, native, pack
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import SIZES, STRIDES, generator, make_case, strided
+
+from moe_cpu import PackedExperts, pack_cache
+from moe_cpu.errors import ArgumentError, DTypeError, MoEError, ShapeError
+
+pytestmark = pytest.mark.sanitize
+BF16 = torch.bfloat16
+
+
+def random_bits(*shape, seed=0):
+    """Every bf16 pattern, NaN and subnormals too."""
+    return torch.randint(-(2**15), 2**15, shape, generator=generator(seed), dtype=torch.int16).view(BF16)
+
+
+def same_bits(a, b):
+    return a.shape == b.shape and torch.equal(
+        a.contiguous().view(torch.int16), b.contiguous().view(torch.int16)
+    )
+
+
+@given(
+    E=st.integers(1, 3), K=st.sampled_from(SIZES), I=st.sampled_from(SIZES), activation=st.sampled_from(oracle.ACTIVATIONS),
+    how=st.sampled_from((None, *STRIDES)),
+)  # fmt: skip
+def test_unpack_is_the_inverse(E, K, I, activation, how):
+    w1 = random_bits(E, I if activation == "relu2" else 2 * I, K, seed=K * I)
+    w2 = random_bits(E, K, I, seed=K + I)
+    turn = (lambda t: t) if how is None else (lambda t: strided(t, how))
+    packed = PackedExperts.pack(turn(w1), turn(w2), activation=activation)
+    assert (packed.E, packed.K, packed.I, packed.N) == (E, K, I, w1.shape[1])
+    assert tuple(packed.shape) == tuple(w1.shape)
+    back1, back2 = packed.unpack()
+    assert same_bits(back1, w1)
+    assert same_bits(back2, w2)
+
+
+def test_padding_is_zero():
+    """Whatever memory the buffer came from, places that hold no weight are zero: their products must vanish."""
+    packed = PackedExperts.pack(torch.ones((2, 34, 33), dtype=BF16), torch.ones((2, 33, 17), dtype=BF16))
+    assert int(packed.w1.count_nonzero()) == 2 * 34 * 33
+    assert int(packed.w2.count_nonzero()) == 2 * 33 * 17
+    assert packed.w1.numel() > 2 * 34 * 33
+
+
+@pytest.mark.parametrize("wrap", [list, iter, lambda t: (m for m in t)])
+def test_iterables_pack_the_same(wrap):
+    case = make_case(E=3, K=40, I=24, bias=True)
+    whole = pack(case)
+    parts = PackedExperts.pack(wrap(case.w1), wrap(case.w2), case.w1_bias, case.w2_bias)
+    assert same_bits(parts.w1, whole.w1)
+    assert same_bits(parts.w2, whole.w2)
+    assert native(case, None, parts).equal(native(case, None, whole))
+
+
+def test_a_generators_matrices_are_let_go_one_by_one():
+    """Peak memory is packed plus one dense expert: when a matrix is asked for, the ones before it are gone."""
+    given_out: list[weakref.ref] = []
+    most_alive = 0
+
+    def matrices(rows, cols):
+        nonlocal most_alive
+        for e in range(6):
+            most_alive = max(most_alive, sum(ref() is not None for ref in given_out))
+            matrix = random_bits(rows, cols, seed=e)
+            given_out.append(weakref.ref(matrix))
+            yield matrix
+            del matrix
+
+    PackedExperts.pack(matrices(48, 32), matrices(32, 24))
+    assert len(given_out) == 12
+    assert most_alive <= 2, "at most the previous pair may still be held"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes_are_converted_only_when_asked(dtype):
+    case = make_case(w_dtype=dtype)
+    with pytest.raises(DTypeError, match=r"w1.*bfloat16.*dtype=torch\.bfloat16"):
+        PackedExperts.pack(case.w1, case.w2)
+    back1, back2 = PackedExperts.pack(case.w1, case.w2, dtype=BF16).unpack()
+    assert torch.equal(back1, case.w1.to(BF16))
+    assert torch.equal(back2, case.w2.to(BF16))
+
+
+def test_gate_layouts_place_the_same_rows():
+    case = make_case(K=40, I=24)
+    I = 24
+    alternating = torch.stack((case.w1[:, :I], case.w1[:, I:]), dim=2).reshape(case.w1.shape)
+    a = PackedExperts.pack(case.w1, case.w2, gate_layout="concatenated")
+    b = PackedExperts.pack(alternating, case.w2, gate_layout="interleaved")
+    assert same_bits(a.w1, b.w1)
+    assert native(case, None, b).equal(native(case, None, a))
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "swigluoai", "relu2"])
+def test_save_and_load(tmp_path, mmap, activation):
+    case = make_case(K=40, I=24, activation=activation, bias=True)
+    packed = pack(case)
+    packed.save(tmp_path / "experts.pt")
+    loaded = PackedExperts.load(tmp_path / "experts.pt", mmap=mmap)
+    assert repr(loaded) == repr(packed)
+    assert torch.equal(native(case, None, loaded), native(case, None, packed))
+
+
+@pytest.mark.parametrize(("key", "value"), [("layout_version", 99), ("scheme", "int8")])
+def test_a_file_of_another_kind_is_refused(key, value):
+    state = pack(make_case()).state_dict() | {key: value}
+    with pytest.raises(ArgumentError, match=f"{value}.*pack the dense weights again"):
+        PackedExperts.from_state_dict(state)
+
+
+def test_a_cut_buffer_is_refused():
+    state = pack(make_case()).state_dict()
+    with pytest.raises(ShapeError, match="packed w1"):
+        PackedExperts.from_state_dict(state | {"w1": state["w1"][:, :-1].contiguous()})
+
+
+W1, W2 = torch.zeros((3, 8, 5), dtype=BF16), torch.zeros((3, 5, 4), dtype=BF16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((W1[0], W2), {}, r"w1.*\[E, N, K\].*\[8, 5\]"),
+        ((W1, W2[0]), {}, r"w2.*\[E, K, I\].*\[5, 4\]"),
+        ((W1, W2[:2]), {}, "same number of experts"),
+        ((W1.transpose(1, 2), W2), {}, "w1|w2"),
+        ((W1, W2.transpose(1, 2)), {}, r"w2.*\[5, 4\].*\[4, 5\]"),
+        ((W1[:, :7], W2[..., :3]), {}, "even number of rows.*7"),
+        ((W1, W2, torch.zeros(3, 7)), {}, r"w1_bias.*\[3, 8\].*\[3, 7\]"),
+        ((W1, W2, None, torch.zeros(3, 6)), {}, r"w2_bias.*\[3, 5\].*\[3, 6\]"),
+        ((W1, W2), {"activation": "mish"}, "mish"),
+        ((W1, W2), {"gate_layout": "sideways"}, "sideways"),
+        ((W1, W2), {"dtype": torch.float16}, "float16"),
+        ((W1.int(), W2), {"dtype": BF16}, "w1.*int32"),
+        ((W1[:0], W2[:0]), {}, "at least one expert"),
+        (([W1[0], W1[0, :6]], W2[:2]), {}, "w1|w2"),
+    ],
+)
+def test_refusals(arguments, options, message):
+    with pytest.raises(MoEError, match=message):
+        PackedExperts.pack(*arguments, **options)
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------------
+
+
+def cached(case):
+    return pack_cache.packed_for(case.w1, case.w2, case.w1_bias, case.w2_bias, case.activation)
+
+
+def test_the_second_call_finds_the_first_ones_copy():
+    case = make_case(seed=50)
+    assert cached(case) is cached(case)
+    assert cached(case) is cached(case.with_(w1=case.w1.view(case.w1.shape))), (
+        "another view of the same memory"
+    )
+
+
+@pytest.mark.parametrize("name", ["w1", "w2", "w1_bias", "w2_bias"])
+def test_a_change_in_place_is_noticed(name):
+    case = make_case(bias=True, seed=51)
+    before = call(case, backend="native")
+    getattr(case, name).mul_(-2)
+    after = call(case, backend="native")
+    assert not torch.equal(after, before)
+    case.check(after)
+
+
+def test_a_change_through_a_view_is_noticed():
+    case = make_case(seed=52)
+    call(case, backend="native")
+    case.w1[:, 3].zero_()
+    case.check(call(case, backend="native"))
+
+
+def test_new_weights_at_an_old_address_are_not_the_old_ones():
+    shape = make_case(seed=53)
+    block1, block2 = torch.empty(shape.w1.numel(), dtype=BF16), torch.empty(shape.w2.numel(), dtype=BF16)
+    for seed in (53, 54):
+        case = make_case(seed=seed)
+        # numpy shares the memory and has no version: what the allocator's reuse of an address looks like.
+        w1 = torch.from_numpy(block1.view(torch.int16).numpy()).view(BF16).view(case.w1.shape)
+        w2 = torch.from_numpy(block2.view(torch.int16).numpy()).view(BF16).view(case.w2.shape)
+        w1.copy_(case.w1)
+        w2.copy_(case.w2)
+        case = case.with_(w1=w1, w2=w2)
+        case.check(call(case, backend="native"))
+        del w1, w2, case
+
+
+def test_the_same_memory_under_another_meaning_is_packed_again():
+    case = make_case(K=40, I=24, seed=55)
+    for activation in ("silu", "gelu", "swigluoai", "silu"):
+        again = case.with_(activation=activation)
+        again.check(call(again, backend="native"))
+
+
+def test_the_copy_dies_with_the_weights():
+    pack_cache.forget()
+    case = make_case(seed=56)
+    cached(case)
+    assert pack_cache.held_bytes() > 0
+    del case
+    gc.collect()
+    assert pack_cache.held_bytes() == 0
+
+
+def test_inference_tensors_are_never_served_stale():
+    with torch.inference_mode():
+        case = make_case(seed=57)
+        with pytest.warns(UserWarning, match="inference_mode"):
+            call(case, backend="native")
+        case.w1.mul_(2)
+        with pytest.warns(UserWarning, match="inference_mode"):
+            case.check(call(case, backend="native"))
