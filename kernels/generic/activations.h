@@ -24,8 +24,8 @@ inline F32 exp_lanes(F32 x) {
   return p * power;
 }
 
-// 1 / d for normal d >= 1: a first guess from the bits (Lomont's constant for the reciprocal, 12 % off), then three Newton steps, each squaring the error:
-// 1.5e-2, 2e-4, 5e-8. Seven instructions where a 512-bit division occupies its unit for 16 cycles; the same bits on every ISA, unlike RCPPS.
+// 1 / d for normal d >= 1: a first guess from the bits (Lomont's constant for the reciprocal, 12 % off), then three Newton steps, each squaring the
+// error: 1.5e-2, 2e-4, 5e-8. Seven instructions where a 512-bit division occupies its unit for 16 cycles; the same bits on every ISA, unlike RCPPS.
 inline F32 reciprocal(F32 d) {
   F32 y = float_of(0x7ef311c7u - bits_of(d));
   for (int step = 0; step < 3; ++step) y = fma(y, fma(-d, y, splat(1.0f)), y);
@@ -77,10 +77,14 @@ inline F32 swigluoai(F32 gate, F32 up) {
 
 inline F32 gated(int activation, F32 gate, F32 up) {
   switch (activation) {
-    case MOE_GELU: return gelu(gate) * up;
-    case MOE_GELU_TANH: return gelu_tanh(gate) * up;
-    case MOE_SWIGLUOAI: return swigluoai(gate, up);
-    default: return swish(gate, 1.0f) * up;
+    case MOE_GELU:
+      return gelu(gate) * up;
+    case MOE_GELU_TANH:
+      return gelu_tanh(gate) * up;
+    case MOE_SWIGLUOAI:
+      return swigluoai(gate, up);
+    default:
+      return swish(gate, 1.0f) * up;
   }
 }
 

@@ -1,6 +1,6 @@
-// The AMX bf16 product in plain lanes, equal to TDPBF16PS bit for bit (Intel SDM, TDPBF16PS: for every row and column one chain of fused multiply-adds
-// over the even values of k and one over the odd values, both from zero, then even + odd added to the accumulator; denormals read and written as
-// zero). The caller sets MXCSR's FTZ and DAZ.
+// The AMX bf16 product in plain lanes, equal to TDPBF16PS bit for bit (Intel SDM, TDPBF16PS: for every row and column one chain of fused
+// multiply-adds over the even values of k and one over the odd values, both from zero, then even + odd added to the accumulator; denormals read and
+// written as zero). The caller sets MXCSR's FTZ and DAZ.
 #pragma once
 
 #include "moe/kernel_table.h"
@@ -50,10 +50,14 @@ inline void model_product(const BlockProduct& p) {
   const uint16_t* rest = a + row * kStep;
   float* c = p.c + row * kPanelCols;
   switch (p.rows - row) {
-    case 3: return model_rows<3>(rest, a_step, p.b, c, p.steps, p.accumulate);
-    case 2: return model_rows<2>(rest, a_step, p.b, c, p.steps, p.accumulate);
-    case 1: return model_rows<1>(rest, a_step, p.b, c, p.steps, p.accumulate);
-    default: return;
+    case 3:
+      return model_rows<3>(rest, a_step, p.b, c, p.steps, p.accumulate);
+    case 2:
+      return model_rows<2>(rest, a_step, p.b, c, p.steps, p.accumulate);
+    case 1:
+      return model_rows<1>(rest, a_step, p.b, c, p.steps, p.accumulate);
+    default:
+      return;
   }
 }
 

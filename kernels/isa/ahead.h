@@ -1,5 +1,5 @@
-// Asking for the following panel while this one is multiplied, a few cache lines a step, so that it has arrived in L2 when its turn comes. Every line has
-// to be named: asking for every second one left the rest to a demand miss (bench/README.md).
+// Asking for the following panel while this one is multiplied, a few cache lines a step, so that it has arrived in L2 when its turn comes. Every line
+// has to be named: asking for every second one left the rest to a demand miss (bench/README.md).
 #pragma once
 
 #include <immintrin.h>

@@ -25,9 +25,7 @@ struct ExpertGemm {
 };
 
 // float32 values of the sums of a task of at most `rows` rows. Tiles are stored whole, so every block has block_rows rows.
-inline int64_t sums_elements(const KernelTable& table, int64_t rows) {
-  return kGroupPanels * round_up(rows, table.block_rows) * kPanelCols;
-}
+inline int64_t sums_elements(const KernelTable& table, int64_t rows) { return kGroupPanels * round_up(rows, table.block_rows) * kPanelCols; }
 
 // finish(panel, first_row, rows, sums) receives every finished block, [rows][32].
 template <class Finish>

@@ -94,8 +94,12 @@ struct Layer {
     const int64_t rows = std::min<int64_t>(pairs, kMostTaskRows);
     const int64_t a_bytes = rows * k_steps * kStep * element_bytes() + table.read_slack;
     for (int i = 0; i < machine.threads; ++i) {
-      const Hand hand{arena.take<char>(a_bytes), arena.take<float>(sums_elements(table, rows)), arena.take<const float*>(args.topk),
-                      arena.take<float>(args.topk), -1, -1};
+      const Hand hand{arena.take<char>(a_bytes),
+                      arena.take<float>(sums_elements(table, rows)),
+                      arena.take<const float*>(args.topk),
+                      arena.take<float>(args.topk),
+                      -1,
+                      -1};
       if (hands) hands[i] = hand;
     }
   }
@@ -127,10 +131,18 @@ struct Layer {
       const Phase& phase = schedule->phase_of(task);
       const int64_t index = task - phase.begin;
       switch (phase.kind) {
-        case TaskKind::kZero: zero_skipped(index); break;
-        case TaskKind::kFirst: first_product(index, hands[rank]); break;
-        case TaskKind::kSecond: second_product(index, phase.slice, hands[rank]); break;
-        case TaskKind::kSum: weighted_sum(index, phase.slice, hands[rank]); break;
+        case TaskKind::kZero:
+          zero_skipped(index);
+          break;
+        case TaskKind::kFirst:
+          first_product(index, hands[rank]);
+          break;
+        case TaskKind::kSecond:
+          second_product(index, phase.slice, hands[rank]);
+          break;
+        case TaskKind::kSum:
+          weighted_sum(index, phase.slice, hands[rank]);
+          break;
       }
     }
     table.leave();
@@ -143,8 +155,15 @@ struct Layer {
     gather(task, expert, hand);
     char* const h_rows = h + (routing.offsets[expert] + task.first_row) * i_steps * kStep * element_bytes();
     const int64_t panel_neurons = gated ? kTileCols : kPanelCols;
-    const ExpertGemm gemm{&table, hand.a, task.rows, k_steps, args.w1 + expert * w1_count * panel_elements(args.hidden), task.first_panel, task.last_panel,
-                          k_block_steps(task.rows, k_steps, element_bytes(), machine), hand.sums};
+    const ExpertGemm gemm{&table,
+                          hand.a,
+                          task.rows,
+                          k_steps,
+                          args.w1 + expert * w1_count * panel_elements(args.hidden),
+                          task.first_panel,
+                          task.last_panel,
+                          k_block_steps(task.rows, k_steps, element_bytes(), machine),
+                          hand.sums};
     run(gemm, [&](int64_t panel, int64_t first_row, int rows, const float* sums) {
       float bias[kPanelCols];
       if (args.w1_bias) panel_bias(bias, expert, panel);
@@ -195,9 +214,15 @@ struct Layer {
     const bool streamed = reduced && worth_streaming(pairs * slice_columns() * static_cast<int64_t>(sizeof(float)), machine);
     const int64_t row_size = reduced ? slice_columns() : args.hidden;
     const int32_t* const flat = routing.rows + routing.offsets[expert] + task.first_row;
-    const ExpertGemm gemm{&table, h + (routing.offsets[expert] + task.first_row) * i_steps * kStep * element_bytes(), task.rows, i_steps,
-                          args.w2 + (expert * w2_count + slice_panel) * panel_elements(args.intermediate), task.first_panel, task.last_panel,
-                          k_block_steps(task.rows, i_steps, element_bytes(), machine), hand.sums};
+    const ExpertGemm gemm{&table,
+                          h + (routing.offsets[expert] + task.first_row) * i_steps * kStep * element_bytes(),
+                          task.rows,
+                          i_steps,
+                          args.w2 + (expert * w2_count + slice_panel) * panel_elements(args.intermediate),
+                          task.first_panel,
+                          task.last_panel,
+                          k_block_steps(task.rows, i_steps, element_bytes(), machine),
+                          hand.sums};
     run(gemm, [&](int64_t panel, int64_t first_row, int rows, const float* sums) {
       const int64_t column = (slice_panel + panel) * kPanelCols;
       int64_t offsets[64];

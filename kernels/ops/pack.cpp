@@ -109,7 +109,8 @@ int32_t moe_pack_expert(const void* dense, int32_t dtype, int64_t rows, int64_t 
   return MOE_OK;
 }
 
-int32_t moe_unpack_expert(const uint16_t* packed, int64_t rows, int64_t cols, int32_t gate_layout, uint16_t* dense, int32_t threads, int64_t info[4]) {
+int32_t moe_unpack_expert(const uint16_t* packed, int64_t rows, int64_t cols, int32_t gate_layout, uint16_t* dense, int32_t threads,
+                          int64_t info[4]) {
   const int32_t status = moe::check(rows, cols, gate_layout, info);
   if (status != MOE_OK) return status;
   const moe::Dense d{rows, cols, gate_layout};

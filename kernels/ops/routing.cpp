@@ -78,9 +78,8 @@ int32_t route(Routing& routing, const moe_layer_args& args, int64_t info[4]) {
   for (int64_t expert = 0; expert < args.experts; ++expert) {
     if (offsets[expert + 1] > 0) routing.active[routing.active_count++] = static_cast<int32_t>(expert);
   }
-  std::sort(routing.active, routing.active + routing.active_count, [offsets](int32_t a, int32_t b) {
-    return offsets[a + 1] != offsets[b + 1] ? offsets[a + 1] > offsets[b + 1] : a < b;
-  });
+  std::sort(routing.active, routing.active + routing.active_count,
+            [offsets](int32_t a, int32_t b) { return offsets[a + 1] != offsets[b + 1] ? offsets[a + 1] > offsets[b + 1] : a < b; });
   for (int64_t expert = 0; expert < args.experts; ++expert) offsets[expert + 1] += offsets[expert];
   if (args.mode == MOE_BATCHED) {
     for (int64_t expert = 0; expert < args.experts; ++expert) {

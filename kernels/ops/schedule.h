@@ -2,8 +2,8 @@
 //
 //   [zero skipped rows] first products | second products of slice 0, 1, weighted sum of slice 0, second products of slice 2, weighted sum of 1, ...
 //
-// A task waits for what it reads. Tasks are taken in order and wait only for earlier ones, which running threads hold, so somebody always moves; and by
-// the time a task is taken, what it needs is mostly long done. One slow thread delays one task, not a barrier.
+// A task waits for what it reads. Tasks are taken in order and wait only for earlier ones, which running threads hold, so somebody always moves; and
+// by the time a task is taken, what it needs is mostly long done. One slow thread delays one task, not a barrier.
 #pragma once
 
 #include <atomic>

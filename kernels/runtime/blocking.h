@@ -36,7 +36,8 @@ int useful_threads(int64_t bytes, int64_t flops, int threads);
 // Whether an intermediate result of that many bytes leaves the caches before it is read, so that storing past them saves reading its lines first.
 bool worth_streaming(int64_t bytes, const Machine& machine);
 
-// The second product's unreduced rows wait in memory for the weighted sum. Large ones are cut into slices of columns, two of which are alive at a time.
+// The second product's unreduced rows wait in memory for the weighted sum. Large ones are cut into slices of columns, two of which are alive at a
+// time.
 struct Slices {
   int64_t count, panels;  // the last slice may have fewer panels
   int64_t alive() const { return count > 1 ? 2 : 1; }

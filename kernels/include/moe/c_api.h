@@ -52,8 +52,8 @@ MOE_API int32_t moe_parallel_team(int32_t threads);   // the team size that a re
 MOE_API int64_t moe_align_scratch_bytes(int64_t num_experts, int32_t threads);
 MOE_API int32_t moe_align_block_size(const void* ids, int32_t ids_dtype, int64_t tokens, int64_t topk, int64_t stride_token, int64_t stride_slot,
                                      int64_t block_size, int64_t num_experts, const int32_t* expert_map, int64_t sorted_len, int64_t blocks_len,
-                                     int32_t* sorted_token_ids, int32_t* expert_ids, int32_t* num_tokens_post_pad, void* scratch,
-                                     int32_t threads, int64_t info[4]);
+                                     int32_t* sorted_token_ids, int32_t* expert_ids, int32_t* num_tokens_post_pad, void* scratch, int32_t threads,
+                                     int64_t info[4]);
 
 // ---- packing ----------------------------------------------------------------------------------------------------------------------------
 // One expert's matrix [rows, cols] -> panels. Layout: include/moe/layout.h. dtype is the dense dtype (f32, bf16, f16; converted to bf16, round to
@@ -98,7 +98,8 @@ MOE_API int32_t moe_layer(const moe_layer_args* args, int64_t info[4]);
 // ---- ceilings for benchmarks --------------------------------------------------------------------------------------------------------------
 MOE_API double moe_probe_matrix_peak(int32_t isa, int32_t threads, double seconds);  // FLOP/s, operands random and in registers
 MOE_API double moe_probe_read_bandwidth(const void* data, int64_t bytes, int32_t threads, double seconds);  // bytes/s
-MOE_API double moe_probe_copy_bandwidth(const void* from, void* to, int64_t bytes, int32_t threads, double seconds);  // bytes read + written per second
+MOE_API double moe_probe_copy_bandwidth(const void* from, void* to, int64_t bytes, int32_t threads,
+                                        double seconds);  // bytes read + written per second
 
 #ifdef __cplusplus
 }

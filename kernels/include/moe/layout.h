@@ -1,7 +1,7 @@
 // Packed memory, the same for every ISA.
 //
-// A weight matrix [columns, k] (nn.Linear order: one row per output column) becomes panels of 32 output columns. A panel is two tiles side by side for
-// every 32 values of k, so that whoever walks down k reads one sequential stream:
+// A weight matrix [columns, k] (nn.Linear order: one row per output column) becomes panels of 32 output columns. A panel is two tiles side by side
+// for every 32 values of k, so that whoever walks down k reads one sequential stream:
 //
 //   panel = [k / 32][2 tiles][16 pairs of k][16 columns][2 values of k]   bf16
 //

@@ -1,7 +1,7 @@
 // AVX2 and FMA: bf16 widened by shift and mask as in avx512.cpp, with sixteen registers.
 //
-// Registers: 4 rows x 2 accumulators of 8 columns, four for the even and odd values of k of those 16 columns, one broadcast activation. A block's 12 rows
-// and two tiles are walked four rows and one tile at a time; the panel's chunk stays in L1 meanwhile.
+// Registers: 4 rows x 2 accumulators of 8 columns, four for the even and odd values of k of those 16 columns, one broadcast activation. A block's 12
+// rows and two tiles are walked four rows and one tile at a time; the panel's chunk stays in L1 meanwhile.
 #include "isa/lanes256.h"
 #include "isa/bf16_by_rounding.h"
 #include "generic/elementwise.h"
@@ -60,10 +60,18 @@ void product(const BlockProduct& p) {
         const float* a = static_cast<const float*>(p.a) + s * a_step + r * kStep;
         float* c = p.c + r * kPanelCols + tile * kTileCols;
         switch (p.rows - r) {
-          case 1: walk<1>(a, a_step, b, c, steps, accumulate); break;
-          case 2: walk<2>(a, a_step, b, c, steps, accumulate); break;
-          case 3: walk<3>(a, a_step, b, c, steps, accumulate); break;
-          default: walk<4>(a, a_step, b, c, steps, accumulate); break;
+          case 1:
+            walk<1>(a, a_step, b, c, steps, accumulate);
+            break;
+          case 2:
+            walk<2>(a, a_step, b, c, steps, accumulate);
+            break;
+          case 3:
+            walk<3>(a, a_step, b, c, steps, accumulate);
+            break;
+          default:
+            walk<4>(a, a_step, b, c, steps, accumulate);
+            break;
         }
       }
     }
@@ -92,7 +100,7 @@ int64_t peak_loop(int64_t iterations) {
 
 }  // namespace
 
-const KernelTable avx2_table = {"avx2", kBlockRows, true, 0, nothing, nothing, product,
-                                gather<float>, activate<float>, store_rows, weighted_sum, peak_loop};
+const KernelTable avx2_table = {"avx2",          kBlockRows, true,         0,        nothing, nothing, product, gather<float>,
+                                activate<float>, store_rows, weighted_sum, peak_loop};
 
 }  // namespace moe

@@ -1,7 +1,8 @@
-// AVX-512 without bf16 instructions (Skylake to Ice Lake): bf16 is the upper half of a float32, so a shift and a mask turn a register of pairs into two
-// registers of float32 factors, and fused multiply-adds do the rest.
+// AVX-512 without bf16 instructions (Skylake to Ice Lake): bf16 is the upper half of a float32, so a shift and a mask turn a register of pairs into
+// two registers of float32 factors, and fused multiply-adds do the rest.
 //
-// Registers: 12 rows x 2 accumulators = 24, four for the panel's even and odd values of k. Activation blocks hold float32, read as broadcast operands.
+// Registers: 12 rows x 2 accumulators = 24, four for the panel's even and odd values of k. Activation blocks hold float32, read as broadcast
+// operands.
 #include "isa/lanes512.h"
 #include "isa/bf16_by_rounding.h"
 #include "generic/elementwise.h"
@@ -63,7 +64,8 @@ int64_t peak_loop(int64_t iterations) {
 
 }  // namespace
 
-const KernelTable avx512_table = {"avx512", kBlockRows, true, 0, nothing, nothing, dispatch_rows<Widened, kBlockRows>,
-                                  gather<float>, activate<float>, store_rows, weighted_sum, peak_loop};
+const KernelTable avx512_table = {
+    "avx512",        kBlockRows, true,         0,        nothing, nothing, dispatch_rows<Widened, kBlockRows>, gather<float>,
+    activate<float>, store_rows, weighted_sum, peak_loop};
 
 }  // namespace moe
