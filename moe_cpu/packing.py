@@ -6,7 +6,7 @@ The layout (kernels/include/moe/layout.h) is the same for every instruction set,
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from moe_cpu import native_library as native
 from moe_cpu import ops
-from moe_cpu.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from moe_cpu.errors import ArgumentError, DTypeError, ShapeError
+from moe_cpu.pack_build import Matrices, Stack, float_bias, pairs, progress_bar
 
 # Part of a saved file: raised when the layout changes.
 LAYOUT_VERSION = 1
@@ -25,7 +26,6 @@ GATE_LAYOUT_OF_ACTIVATION = {
     "swigluoai": "interleaved",
     "relu2": "none",
 }
-_CACHE_LINE = 64
 
 
 class PackedExperts:
@@ -68,7 +68,7 @@ class PackedExperts:
     requires_grad = False
 
     @property
-    def has_bias(self) -> bool:
+    def hasfloat_bias(self) -> bool:
         return self.w1_bias is not None or self.w2_bias is not None
 
     @property
@@ -131,11 +131,11 @@ class PackedExperts:
             raise DTypeError(
                 f"dtype: expected torch.bfloat16 or None, got {dtype}; it names what the weights are turned into"
             )
-        first = _Matrices("w1", w1, dtype)
-        second = _Matrices("w2", w2, dtype)
-        packed1, packed2 = _Stack(first, gate_layout), _Stack(second, "none")
-        bar = _progress(first.count, progress)
-        for e1, e2 in _pairs(first, second):
+        first = Matrices("w1", w1, dtype)
+        second = Matrices("w2", w2, dtype)
+        packed1, packed2 = Stack(first, gate_layout), Stack(second, "none")
+        bar = progress_bar(first.count, progress)
+        for e1, e2 in pairs(first, second):
             if e2.shape[1] * (1 if gate_layout == "none" else 2) != e1.shape[0] or e2.shape[0] != e1.shape[1]:
                 raise ShapeError(
                     f"w2: expected [K, I] = [{e1.shape[1]}, {e1.shape[0] // (1 if gate_layout == 'none' else 2)}] for every expert "
@@ -147,7 +147,10 @@ class PackedExperts:
         bar.close()
         w1_all, w2_all = packed1.finish(), packed2.finish()
         E, (N, K), (_, I) = w1_all.shape[0], packed1.dense_shape, packed2.dense_shape
-        biases = _bias("w1_bias", w1_bias, ("E", "N"), (E, N)), _bias("w2_bias", w2_bias, ("E", "K"), (E, K))
+        biases = (
+            float_bias("w1_bias", w1_bias, ("E", "N"), (E, N)),
+            float_bias("w2_bias", w2_bias, ("E", "K"), (E, K)),
+        )
         return cls(w1_all, w2_all, *biases, K=K, I=I, gate_layout=gate_layout)
 
     def unpack(self) -> tuple[Tensor, Tensor]:
@@ -188,8 +191,8 @@ class PackedExperts:
                 )
         E = w1.shape[0]
         biases = (
-            _bias("w1_bias", state["w1_bias"], ("E", "N"), (E, N)),
-            _bias("w2_bias", state["w2_bias"], ("E", "K"), (E, K)),
+            float_bias("w1_bias", state["w1_bias"], ("E", "N"), (E, N)),
+            float_bias("w2_bias", state["w2_bias"], ("E", "K"), (E, K)),
         )
         return cls(w1, w2, *biases, K=K, I=I, gate_layout=gate_layout)
 
@@ -210,106 +213,3 @@ def layout_of(activation: str) -> str:
             f"activation: expected one of {', '.join(GATE_LAYOUT_OF_ACTIVATION)}, got {activation!r}"
         )
     return GATE_LAYOUT_OF_ACTIVATION[activation]
-
-
-class _Matrices:
-    """The per-expert matrices of one weight, checked as they pass."""
-
-    def __init__(self, name: str, weights: Tensor | Iterable[Tensor], dtype: torch.dtype | None) -> None:
-        self.name, self.weights, self.dtype = name, weights, dtype
-        if isinstance(weights, Tensor) and weights.dim() != 3:
-            symbols = "[E, N, K]" if name == "w1" else "[E, K, I]"
-            raise ShapeError(f"{name}: expected {symbols}, got {list(weights.shape)}")
-        self.count: int | None = len(weights) if isinstance(weights, Sized) else None
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for matrix in self.weights:
-            if matrix.dim() != 2:
-                raise ShapeError(
-                    f"{self.name}: expected one [rows, columns] matrix per expert, got {list(matrix.shape)}"
-                )
-            if matrix.device.type != "cpu":
-                raise DeviceError(
-                    f"{self.name}: expected a CPU tensor, got {matrix.device}; move it with .cpu()"
-                )
-            if matrix.dtype != torch.bfloat16:
-                if self.dtype is None or not matrix.dtype.is_floating_point:
-                    raise DTypeError(
-                        f"{self.name}: expected torch.bfloat16, got {matrix.dtype}; pass dtype=torch.bfloat16 to round the weights, "
-                        f"or use the reference backend, which keeps their precision"
-                    )
-                matrix = matrix.detach().to(self.dtype)
-            yield matrix.detach()
-
-
-class _Stack:
-    """Packed experts, one after the other, in one `[E, elements]` buffer."""
-
-    def __init__(self, source: _Matrices, gate_layout: str) -> None:
-        self.name, self.gate_layout, self.count = source.name, gate_layout, source.count
-        self.dense_shape = (0, 0)
-        self.rows: list[Tensor] = []
-        self.buffer: Tensor | None = None
-        self.used = 0
-
-    def add(self, dense: Tensor) -> None:
-        rows, cols = dense.shape
-        if self.used == 0:
-            if self.gate_layout != "none" and rows % 2:
-                raise ShapeError(
-                    f"{self.name}: expected an even number of rows N = 2*I (gate and up), got {rows}"
-                )
-            self.dense_shape = (rows, cols)
-            self.size = ops.packed_elements(rows, cols, self.gate_layout)
-            if self.count is not None:
-                self.buffer = torch.empty((self.count, self.size), dtype=torch.bfloat16)
-        elif (rows, cols) != self.dense_shape:
-            raise ShapeError(
-                f"{self.name}[{self.used}]: expected {list(self.dense_shape)} as the experts before it, got [{rows}, {cols}]"
-            )
-        if self.buffer is None:
-            self.rows.append(torch.empty(self.size, dtype=torch.bfloat16))
-        ops.pack_expert(
-            dense, self.gate_layout, self.rows[-1] if self.buffer is None else self.buffer[self.used]
-        )
-        self.used += 1
-
-    def finish(self) -> Tensor:
-        if self.used == 0:
-            raise ShapeError(f"{self.name}: expected at least one expert, got none")
-        if self.buffer is not None:
-            return self.buffer
-        stacked = torch.empty((self.used, self.size), dtype=torch.bfloat16)
-        for index in range(self.used - 1, -1, -1):
-            stacked[index] = self.rows.pop()
-        return stacked
-
-
-def _pairs(first: _Matrices, second: _Matrices) -> Iterator[tuple[Tensor, Tensor]]:
-    """zip that names the shorter side."""
-    one, two, done = iter(first), iter(second), object()
-    count = 0
-    while True:
-        a, b = next(one, done), next(two, done)
-        if a is done and b is done:
-            return
-        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-            raise ShapeError(
-                f"w1 and w2: expected the same number of experts E, but {'w1' if a is done else 'w2'} ends after {count}"
-            )
-        count += 1
-        yield a, b
-
-
-def _bias(name: str, bias: Tensor | None, symbols: tuple[str, str], shape: tuple[int, int]) -> Tensor | None:
-    if bias is None:
-        return None
-    if tuple(bias.shape) != shape:
-        raise ShapeError(f"{name}: expected [{', '.join(symbols)}] = {list(shape)}, got {list(bias.shape)}")
-    return bias.detach().to(torch.float32).contiguous()
-
-
-def _progress(total: int | None, show: bool) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc="packing experts", unit="expert", disable=not show)

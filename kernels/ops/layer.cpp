@@ -8,6 +8,7 @@
 #include "moe/c_api.h"
 #include "moe/kernel_table.h"
 #include "ops/expert_gemm.h"
+#include "ops/router_weights.h"
 #include "ops/routing.h"
 #include "ops/schedule.h"
 #include "runtime/arena.h"
@@ -21,27 +22,6 @@ constexpr int64_t kSumRows = 64;       // rows it adds, about: 256 KiB read
 constexpr int64_t kZeroRows = 4096;    // pairs looked at by one zeroing task
 
 int64_t dtype_bytes(int32_t dtype) { return dtype == MOE_F32 ? 4 : 2; }
-
-float float_of(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-// Avoids denormal float32 on the way: MXCSR may say that they are zero.
-float f16_to_f32(uint16_t half) {
-  const uint32_t sign = uint32_t{half & 0x8000u} << 16, exponent = (half >> 10) & 0x1fu, mantissa = half & 0x3ffu;
-  if (exponent == 0) return (sign ? -0x1p-24f : 0x1p-24f) * static_cast<float>(mantissa);
-  return float_of(sign | (exponent == 31 ? 255u : exponent + 112u) << 23 | mantissa << 13);
-}
-
-float weight_at(const moe_layer_args& a, int64_t token, int64_t slot) {
-  if (!a.topk_weights) return 1.0f;
-  const int64_t at = token * a.weights_stride_token + slot * a.weights_stride_slot;
-  if (a.weights_dtype == MOE_F32) return static_cast<const float*>(a.topk_weights)[at];
-  const uint16_t half = static_cast<const uint16_t*>(a.topk_weights)[at];
-  return a.weights_dtype == MOE_BF16 ? float_of(uint32_t{half} << 16) : f16_to_f32(half);
-}
 
 // What one thread owns.
 struct Hand {

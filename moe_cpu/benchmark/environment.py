@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from moe_cpu import isa, native_library, ops
+from moe_cpu import isa, machine, native_library, ops
 from moe_cpu.benchmark import memory
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +79,7 @@ def version() -> str:
 
 def describe(threads: int) -> dict[str, Any]:
     """Everything above, as it goes into a results file."""
-    native = ops.cpu_description() if ops.available() else {}
+    native = machine.cpu_description() if ops.available() else {}
     return {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "cpu": cpu_name(thorough=True),

@@ -8,7 +8,7 @@ from statistics import median
 
 from torch import Tensor
 
-from moe_cpu import isa, ops
+from moe_cpu import isa, machine, ops
 from moe_cpu.models import ModelShape
 
 _BF16 = 2
@@ -60,8 +60,10 @@ def measure(
     if not ops.available() or not isa.available():
         return None
     names = {isa.active()} | isas
-    matrix = {name: ops.probe_matrix_peak(name, threads, seconds) for name in isa.names() if name in names}
-    return Ceilings(matrix, ops.probe_read_bandwidth(threads, probe_bytes(cache_bytes), seconds), threads)
+    matrix = {
+        name: machine.probe_matrix_peak(name, threads, seconds) for name in isa.names() if name in names
+    }
+    return Ceilings(matrix, machine.probe_read_bandwidth(threads, probe_bytes(cache_bytes), seconds), threads)
 
 
 def probe_bytes(cache_bytes: int) -> int:

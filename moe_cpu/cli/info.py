@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moe_cpu import experts, isa, ops
+from moe_cpu import experts, isa, machine, ops
 from moe_cpu.benchmark import environment, memory
 from moe_cpu.cli import support_matrix
 
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
 def collect() -> dict[str, Any]:
     """Everything that `info` shows, JSON-ready. A reason is None where something is available."""
-    native = ops.cpu_description() if ops.available() else None
+    native = machine.cpu_description() if ops.available() else None
     return {
         "version": environment.version(),
         "torch": torch.__version__,

@@ -1,0 +1,117 @@
+"""How `PackedExperts.pack` builds its buffers: one expert at a time, every matrix checked as it passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_cpu import ops
+from moe_cpu.errors import DeviceError, DTypeError, ShapeError
+
+
+class Matrices:
+    """The per-expert matrices of one weight, checked as they pass."""
+
+    def __init__(self, name: str, weights: Tensor | Iterable[Tensor], dtype: torch.dtype | None) -> None:
+        self.name, self.weights, self.dtype = name, weights, dtype
+        if isinstance(weights, Tensor) and weights.dim() != 3:
+            symbols = "[E, N, K]" if name == "w1" else "[E, K, I]"
+            raise ShapeError(f"{name}: expected {symbols}, got {list(weights.shape)}")
+        self.count: int | None = len(weights) if isinstance(weights, Sized) else None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for matrix in self.weights:
+            if matrix.dim() != 2:
+                raise ShapeError(
+                    f"{self.name}: expected one [rows, columns] matrix per expert, got {list(matrix.shape)}"
+                )
+            if matrix.device.type != "cpu":
+                raise DeviceError(
+                    f"{self.name}: expected a CPU tensor, got {matrix.device}; move it with .cpu()"
+                )
+            if matrix.dtype != torch.bfloat16:
+                if self.dtype is None or not matrix.dtype.is_floating_point:
+                    raise DTypeError(
+                        f"{self.name}: expected torch.bfloat16, got {matrix.dtype}; pass dtype=torch.bfloat16 to round the weights, "
+                        f"or use the reference backend, which keeps their precision"
+                    )
+                matrix = matrix.detach().to(self.dtype)
+            yield matrix.detach()
+
+
+class Stack:
+    """Packed experts, one after the other, in one `[E, elements]` buffer."""
+
+    def __init__(self, source: Matrices, gate_layout: str) -> None:
+        self.name, self.gate_layout, self.count = source.name, gate_layout, source.count
+        self.dense_shape = (0, 0)
+        self.rows: list[Tensor] = []
+        self.buffer: Tensor | None = None
+        self.used = 0
+
+    def add(self, dense: Tensor) -> None:
+        rows, cols = dense.shape
+        if self.used == 0:
+            if self.gate_layout != "none" and rows % 2:
+                raise ShapeError(
+                    f"{self.name}: expected an even number of rows N = 2*I (gate and up), got {rows}"
+                )
+            self.dense_shape = (rows, cols)
+            self.size = ops.packed_elements(rows, cols, self.gate_layout)
+            if self.count is not None:
+                self.buffer = torch.empty((self.count, self.size), dtype=torch.bfloat16)
+        elif (rows, cols) != self.dense_shape:
+            raise ShapeError(
+                f"{self.name}[{self.used}]: expected {list(self.dense_shape)} as the experts before it, got [{rows}, {cols}]"
+            )
+        if self.buffer is None:
+            self.rows.append(torch.empty(self.size, dtype=torch.bfloat16))
+        ops.pack_expert(
+            dense, self.gate_layout, self.rows[-1] if self.buffer is None else self.buffer[self.used]
+        )
+        self.used += 1
+
+    def finish(self) -> Tensor:
+        if self.used == 0:
+            raise ShapeError(f"{self.name}: expected at least one expert, got none")
+        if self.buffer is not None:
+            return self.buffer
+        stacked = torch.empty((self.used, self.size), dtype=torch.bfloat16)
+        for index in range(self.used - 1, -1, -1):
+            stacked[index] = self.rows.pop()
+        return stacked
+
+
+def pairs(first: Matrices, second: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
+    """zip that names the shorter side."""
+    one, two, done = iter(first), iter(second), object()
+    count = 0
+    while True:
+        a, b = next(one, done), next(two, done)
+        if a is done and b is done:
+            return
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+            raise ShapeError(
+                f"w1 and w2: expected the same number of experts E, but {'w1' if a is done else 'w2'} ends after {count}"
+            )
+        count += 1
+        yield a, b
+
+
+def float_bias(
+    name: str, bias: Tensor | None, symbols: tuple[str, str], shape: tuple[int, int]
+) -> Tensor | None:
+    if bias is None:
+        return None
+    if tuple(bias.shape) != shape:
+        raise ShapeError(f"{name}: expected [{', '.join(symbols)}] = {list(shape)}, got {list(bias.shape)}")
+    return bias.detach().to(torch.float32).contiguous()
+
+
+def progress_bar(total: int | None, show: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="packing experts", unit="expert", disable=not show)
