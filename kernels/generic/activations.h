@@ -9,7 +9,7 @@ namespace {
 inline F32 exp_lanes(F32 x) {
   constexpr float kLog2E = 1.44269504f, kLn2High = 0.693145752f, kLn2Low = 1.42860677e-6f;
   constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer that sits in the low mantissa bits
-  x = at_least(at_most(x, splat(88.0f)), splat(-87.0f));  // keeps 2^n a normal number
+  x = at_least(at_most(x, splat(87.0f)), splat(-87.0f));  // keeps 2^n and the reciprocal of e^x normal numbers
   const F32 shifted = fma(x, splat(kLog2E), splat(kMagic));
   const F32 n = shifted - kMagic;
   const F32 r = fma(n, splat(-kLn2Low), fma(n, splat(-kLn2High), x));
@@ -24,7 +24,7 @@ inline F32 exp_lanes(F32 x) {
   return p * power;
 }
 
-// 1 / d for normal d >= 1: a first guess from the bits (Lomont's constant for the reciprocal, 12 % off), then three Newton steps, each squaring the
+// 1 / d for 1 <= d < 2^126: a first guess from the bits (Lomont's constant for the reciprocal, 12 % off), then three Newton steps, each squaring the
 // error: 1.5e-2, 2e-4, 5e-8. Seven instructions where a 512-bit division occupies its unit for 16 cycles; the same bits on every ISA, unlike RCPPS.
 inline F32 reciprocal(F32 d) {
   F32 y = float_of(0x7ef311c7u - bits_of(d));
