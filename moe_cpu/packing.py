@@ -68,7 +68,7 @@ class PackedExperts:
     requires_grad = False
 
     @property
-    def hasfloat_bias(self) -> bool:
+    def has_bias(self) -> bool:
         return self.w1_bias is not None or self.w2_bias is not None
 
     @property
