@@ -98,6 +98,12 @@ class FusedMoEModularKernel(torch.nn.Module):
             else torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
         )
 
+        # A backward still reads what a recorded call computed after the next call has reused the scratch memory.
+        recorded = torch.is_grad_enabled() and any(
+            isinstance(t, torch.Tensor) and t.requires_grad
+            for t in (a1q, topk_weights, w1, w2, w1_bias, w2_bias)
+        )
+        scratch = Scratch() if recorded else self._scratch
         if a1q.numel() == 0:
             # No token reached this rank: its experts have nothing to do, but others may still wait for its finalize.
             output.zero_()
@@ -106,7 +112,7 @@ class FusedMoEModularKernel(torch.nn.Module):
         elif self._weights_and_reduces(a1q):
             # The experts may still read a row of their input after they wrote the same row of their output.
             direct = not inplace and a1q.shape == output.shape
-            result = output if direct else self._scratch.reduced(a1q, output.dtype)
+            result = output if direct else scratch.reduced(a1q, output.dtype)
             self.fused_experts.apply_weighted(
                 result, a1q, w1, w2, topk_weights, topk_ids, activation, num_experts, expert_map,
                 apply_router_weight_on_input, **bias,
@@ -116,7 +122,7 @@ class FusedMoEModularKernel(torch.nn.Module):
             n13, n2, dtype = self.fused_experts.workspace_shapes(
                 hidden_states, a1q, rows, size.N, size.K, topk_ids.shape[1], num_experts
             )
-            workspace13, workspace2 = self._scratch.workspaces(n13, n2, dtype, a1q.device)
+            workspace13, workspace2 = scratch.workspaces(n13, n2, dtype, a1q.device)
             result = self.fused_experts.apply(
                 a1q, w1, w2, topk_ids, activation, num_experts, expert_map, w1_scale, w2_scale, w1_zp, w2_zp,
                 a1q_scale, a2_scale, workspace13, workspace2, expert_num_tokens, **bias,

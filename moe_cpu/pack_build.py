@@ -55,10 +55,6 @@ class Stack:
     def add(self, dense: Tensor) -> None:
         rows, cols = dense.shape
         if self.used == 0:
-            if self.gate_layout != "none" and rows % 2:
-                raise ShapeError(
-                    f"{self.name}: expected an even number of rows N = 2*I (gate and up), got {rows}"
-                )
             self.dense_shape = (rows, cols)
             self.size = ops.packed_elements(rows, cols, self.gate_layout)
             if self.count is not None:
@@ -83,6 +79,12 @@ class Stack:
         for index in range(self.used - 1, -1, -1):
             stacked[index] = self.rows.pop()
         return stacked
+
+
+def check_even(w1: Tensor, gate_layout: str) -> None:
+    """Raises ShapeError when gate and up cannot share the rows of one expert's `w1`."""
+    if gate_layout != "none" and w1.shape[0] % 2:
+        raise ShapeError(f"w1: expected an even number of rows N = 2*I (gate and up), got {w1.shape[0]}")
 
 
 def pairs(first: Matrices, second: Matrices) -> Iterator[tuple[Tensor, Tensor]]:

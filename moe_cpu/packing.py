@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_cpu import native_library as native
 from moe_cpu import ops
 from moe_cpu.errors import ArgumentError, DTypeError, ShapeError
-from moe_cpu.pack_build import Matrices, Stack, float_bias, pairs, progress_bar
+from moe_cpu.pack_build import Matrices, Stack, check_even, float_bias, pairs, progress_bar
 
 # Part of a saved file: raised when the layout changes.
 LAYOUT_VERSION = 1
@@ -136,6 +136,7 @@ class PackedExperts:
         packed1, packed2 = Stack(first, gate_layout), Stack(second, "none")
         bar = progress_bar(first.count, progress)
         for e1, e2 in pairs(first, second):
+            check_even(e1, gate_layout)
             if e2.shape[1] * (1 if gate_layout == "none" else 2) != e1.shape[0] or e2.shape[0] != e1.shape[1]:
                 raise ShapeError(
                     f"w2: expected [K, I] = [{e1.shape[1]}, {e1.shape[0] // (1 if gate_layout == 'none' else 2)}] for every expert "

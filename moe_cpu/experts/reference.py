@@ -85,9 +85,7 @@ class ReferenceExperts(FusedMoEPermuteExpertsUnpermute):
                 w1_bias, w2_bias,
             )  # fmt: skip
         layer = _Layer(w1, w2, activation, w1_bias, w2_bias)
-        E, K = layer.w2.shape[0], layer.w2.shape[1]
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (hidden_states, *layer.tensors())):
-            workspace13 = None  # a backward still reads the result after the next call has reused the scratch
+        E, K = len(layer.w2_of), layer.w2_of[0].shape[0]
         if hidden_states.dim() == 3:
             shape: tuple[int, ...] = (E, hidden_states.shape[1], K)
             out = result_memory(shape, layer.compute, hidden_states.device, workspace13)
@@ -110,17 +108,12 @@ class _Layer:
             self.gate_layout = w1.gate_layout
             w1_bias, w2_bias = w1.w1_bias, w1.w2_bias
             w1, w2 = w1.unpack()
-        self.w1, self.w2 = w1, w2
         # Taking experts apart once keeps the backward linear in E: indexing would make a full-size gradient for each.
         self.w1_of, self.w2_of = w1.unbind(0), w2.unbind(0)
         self.b1_of = None if w1_bias is None else w1_bias.unbind(0)
         self.b2_of = None if w2_bias is None else w2_bias.unbind(0)
         self.dtype = w1.dtype
         self.compute = torch.float64 if w1.dtype == torch.float64 else torch.float32
-
-    def tensors(self) -> list[torch.Tensor]:
-        biases = [b for of in (self.b1_of, self.b2_of) if of is not None for b in of]
-        return [self.w1, self.w2, *biases]
 
     def expert(self, e: int, x: torch.Tensor) -> torch.Tensor:
         # Every bf16 kernel takes bf16 rows, so the definition rounds the rows too.
