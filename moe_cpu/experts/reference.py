@@ -85,7 +85,7 @@ class ReferenceExperts(FusedMoEPermuteExpertsUnpermute):
                 w1_bias, w2_bias,
             )  # fmt: skip
         layer = _Layer(w1, w2, activation, w1_bias, w2_bias)
-        E, K = len(layer.w2_of), layer.w2_of[0].shape[0]
+        E, K = layer.E, layer.K
         if hidden_states.dim() == 3:
             shape: tuple[int, ...] = (E, hidden_states.shape[1], K)
             out = result_memory(shape, layer.compute, hidden_states.device, workspace13)
@@ -108,6 +108,7 @@ class _Layer:
             self.gate_layout = w1.gate_layout
             w1_bias, w2_bias = w1.w1_bias, w1.w2_bias
             w1, w2 = w1.unpack()
+        self.E, self.K = w2.shape[0], w2.shape[1]
         # Taking experts apart once keeps the backward linear in E: indexing would make a full-size gradient for each.
         self.w1_of, self.w2_of = w1.unbind(0), w2.unbind(0)
         self.b1_of = None if w1_bias is None else w1_bias.unbind(0)
