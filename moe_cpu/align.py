@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,8 @@ def moe_align_block_size(
     num_experts: int,
     expert_map: Tensor | None = None,
     pad_sorted_ids: bool = False,
+    *,
+    check_ids: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sorts the flattened `topk_ids` by expert, stably, and pads every expert's run to a multiple of `block_size`.
 
@@ -27,6 +31,8 @@ def moe_align_block_size(
         num_experts: global number of experts.
         expert_map: `[num_experts]` int32, global to local id, -1 = on another rank.
         pad_sorted_ids: round the length of the first result up to a multiple of `block_size`.
+        check_ids: for CUDA tensors, whose ids the host does not see: wait for the GPU and refuse an id out of range, which is left out like -1
+            otherwise. CPU tensors are always checked.
 
     Returns:
         sorted_token_ids: `[numel + num_experts * (block_size - 1)]` int32; flat positions in `topk_ids` (token * topk + slot), padding =
@@ -40,7 +46,8 @@ def moe_align_block_size(
         ExpertIdError: an id outside [0, num_experts) other than -1, with its position.
         ArgumentError: `block_size` or `num_experts` below 1, or a result of 2^31 entries or more.
 
-    Numerics: exact; the same for any number of threads.
+    Numerics: exact; the same for any number of threads, and on CPU and GPU. The host does not wait for the GPU (but where Triton is missing, so that
+    plain torch sorts there).
     Source: the semantics of vLLM 0.9.1's operation of this name; there, an id out of range is undefined.
     """
     if topk_ids.dim() != 2:
@@ -67,13 +74,28 @@ def moe_align_block_size(
         if expert_map.dtype not in ID_DTYPES:
             raise DTypeError(f"expert_map: expected int32, got {dtype_name(expert_map.dtype)}")
         expert_map = expert_map.to(torch.int32).contiguous()
-    if topk_ids.is_cpu and ops.available():
+    if check_ids and topk_ids.is_cuda:
+        check_expert_ids(topk_ids, num_experts)
+    if topk_ids.is_cuda or (topk_ids.is_cpu and ops.available()):
         if torch.compiler.is_compiling():
             return torch.ops.moe_cpu.moe_align_block_size(
                 topk_ids, block_size, num_experts, expert_map, pad_sorted_ids
             )
-        return ops.moe_align_block_size(topk_ids, block_size, num_experts, expert_map, pad_sorted_ids)
+        align = align_on_cuda if topk_ids.is_cuda else ops.moe_align_block_size
+        return align(topk_ids, block_size, num_experts, expert_map, pad_sorted_ids)
     return _align_in_torch(topk_ids, block_size, num_experts, expert_map, length)
+
+
+def align_on_cuda(
+    topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Tensor | None, pad_sorted_ids: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`moe_align_block_size` of checked arguments on the GPU, by Triton where it is installed."""
+    length = ops.aligned_length(topk_ids.numel(), block_size, num_experts, pad_sorted_ids)
+    if find_spec("triton") is None:
+        return _align_in_torch(topk_ids, block_size, num_experts, expert_map, length)
+    from moe_cpu import align_triton
+
+    return align_triton.align(topk_ids, block_size, num_experts, expert_map, length)
 
 
 def _align_in_torch(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_cpu import ops
+from moe_cpu.align import align_on_cuda
 from moe_cpu.packing import PackedExperts
 
 _library = torch.library.Library("moe_cpu", "DEF")
@@ -115,3 +116,4 @@ for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema)
     _library.impl(_name, _kernel, "CPU")
     torch.library.register_fake(f"moe_cpu::{_name}", _fake, lib=_library)
+_library.impl("moe_align_block_size", align_on_cuda, "CUDA")

@@ -49,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "sanitize: short enough, and near enough to memory, for a run under AddressSanitizer"
     )
+    config.addinivalue_line("markers", "pure: needs no device")
     config.addinivalue_line("markers", "slow: needs gigabytes or minutes; runs with MOE_CPU_TEST_SLOW=1")
 
 

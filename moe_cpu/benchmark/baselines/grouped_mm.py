@@ -38,5 +38,5 @@ class GroupedMM(Contender):
         if w2_bias is not None:
             y = y + w2_bias[flat[order]].to(y.dtype)
         weighted = y.float() * topk_weights.flatten()[order, None]
-        out = torch.zeros(x.shape, dtype=torch.float32)
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         return out.index_add_(0, rows, weighted).to(x.dtype)

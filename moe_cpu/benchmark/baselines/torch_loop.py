@@ -24,7 +24,7 @@ class TorchLoop(Contender):
     def run(self, prepared: DenseLayer, inputs: Inputs, shape: ModelShape) -> Tensor:
         w1, w2, w1_bias, w2_bias = prepared
         x, topk_weights, topk_ids = inputs
-        out = torch.zeros(x.shape, dtype=torch.float32)
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for e in topk_ids.unique().tolist():
             rows, slots = (topk_ids == e).nonzero(as_tuple=True)
             h = F.linear(x[rows], w1[e], None if w1_bias is None else w1_bias[e].to(x.dtype))
