@@ -17,7 +17,14 @@ import torch
 from calls import call, native, pack, run_kernel
 from strategies import make_case
 
-from moe_cpu import FusedMoEModularKernel, MoEPrepareAndFinalizeNoEP, moe_align_block_size, ops, pack_cache
+from moe_cpu import (
+    FusedMoEModularKernel,
+    MoEPrepareAndFinalizeNoEP,
+    machine,
+    moe_align_block_size,
+    ops,
+    pack_cache,
+)
 from moe_cpu.experts import create
 
 TIMEOUT = 60
@@ -198,7 +205,7 @@ import os, torch
 torch.set_num_threads(1)
 from strategies import make_case
 from calls import native, pack
-from moe_cpu import ops
+from moe_cpu import machine, ops
 case = make_case(M=8, K=512, I=256, E=4, topk=2)
 packed = pack(case)
 tasks = lambda: len(os.listdir("/proc/self/task"))
