@@ -44,15 +44,14 @@ def _rows(
     block, sorted_ptr, experts_ptr, ids_ptr, map_ptr, counts_ptr, pairs, num_ids, E, max_tokens,
     ORDER: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Expert, slots, pairs and validity of a block's rows; both numbers of a row that is not real are those of a real row or of row 0."""
+    """Expert, slots, pairs and validity of a block's rows; both numbers of a row that is not real may be read from."""
     lane = tl.arange(0, BLOCK_M)
     if ORDER == SORTED:
         expert = tl.load(experts_ptr + block)
         slot = block.to(tl.int64) * BLOCK_M + lane
         pair = tl.load(sorted_ptr + slot).to(tl.int64)
         valid = pair < pairs
-        slot = tl.where(valid, slot, block.to(tl.int64) * BLOCK_M)
-        pair = tl.where(valid, pair, 0)
+        pair = tl.minimum(pair, pairs - 1)
     elif ORDER == UNSORTED:
         expert = local_expert(ids_ptr, map_ptr, block, num_ids, E, HAS_MAP)
         slot = block.to(tl.int64) + lane * 0
