@@ -232,3 +232,17 @@ def test_a_skewed_batch(isa):
     case.check(got, isa=isa)
     alone = case.with_(x=case.x[200:], topk_ids=ids[200:], topk_weights=case.topk_weights[200:])
     assert torch.equal(native(alone, isa, packed), got[200:])
+
+
+@pytest.mark.parametrize("backend", ["native", "onednn", "reference"])
+def test_no_expert_does_not_read_the_maps_last_entry(backend):
+    """map[-1] is a real expert's place: an index that wraps around would compute with it."""
+    if backend == "onednn" and not _onednn():
+        pytest.skip("onednn cannot run here")
+    case = make_case(M=6, E=4, topk=2, local=2, seed=157)
+    expert_map = torch.tensor([-1, 0, -1, 1], dtype=torch.int32)
+    ids = torch.tensor([[3, -1]] * 3 + [[-1, -1]] * 3, dtype=torch.int32)
+    case = case.with_(expert_map=expert_map, topk_ids=ids)
+    got = call(case, backend=backend)
+    case.check(got, {"first": "bfloat16", "pair": "bfloat16"} if backend == "onednn" else None)
+    assert not got[3:].any()
