@@ -71,7 +71,9 @@ def _stored_experts(
     transposed: bool,
 ) -> torch.Tensor:
     if transposed:
-        w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
+        # Under a dispatch mode (the first call of a compiled graph, a profiler) a view made here would not share the version counter.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
     return fused_experts(
         hidden_states, w1, w2, topk_weights, topk_ids, activation=activation, expert_map=with_sentinel(w1.shape[0]),
         w1_bias=w1_bias, w2_bias=w2_bias,

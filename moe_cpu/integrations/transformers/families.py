@@ -42,7 +42,12 @@ class Family:
         config = config_class(**{**_SMALL, **self.options}, experts_implementation=implementation)
         model = model_class._from_config(config, dtype=torch.float32)
         _spread(model, seed)
-        return model.to(dtype).eval()
+        if dtype != torch.float32:  # built anew, because buffers have dtypes of their own
+            weights, model = dict(model.named_parameters()), model_class._from_config(config, dtype=dtype)
+            with torch.no_grad():
+                for name, weight in model.named_parameters():
+                    weight.copy_(weights[name])
+        return model.eval()
 
 
 def _spread(model: nn.Module, seed: int) -> None:
@@ -62,9 +67,7 @@ _DEEPSEEK: dict[str, Any] = dict(
     moe_intermediate_size=40, num_experts_per_tok=2, n_shared_experts=1, n_group=2, topk_group=1, first_k_dense_replace=1, num_hidden_layers=3,
     num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, head_dim=8,
 )  # fmt: skip
-_HYBRID: dict[str, Any] = dict(
-    mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=4, use_mamba_kernels=False
-)
+_HYBRID: dict[str, Any] = dict(mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=4)
 
 FAMILIES: tuple[Family, ...] = (
     Family(
