@@ -23,31 +23,38 @@ def run_stored(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     activation: str,
+    weight_on_input: bool = False,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """`fused_experts` on the weights of `module`, eager or traced.
 
     Args:
         packed: what the module holds instead of dense weights, or None.
         topk_ids: `[M, topk]` int32 or int64 local ids; E and -1 mean "no expert here".
+        weight_on_input, backend: as in `fused_experts`.
     Returns: `[M, K]` in the dtype of `hidden_states`.
     Raises: what `fused_experts` raises.
     """
     if torch.compiler.is_compiling():
         if packed is not None:
             ids = torch.where(topk_ids == packed.E, -1, topk_ids)
-            return fused_experts(hidden_states, packed, None, topk_weights, ids, activation=activation)
+            return fused_experts(
+                hidden_states, packed, None, topk_weights, ids, activation=activation,
+                apply_router_weight_on_input=weight_on_input, backend=backend,
+            )  # fmt: skip
         w1, w2, w1_bias, w2_bias = (
             None if name is None else getattr(module, name)
             for name in (names.w1, names.w2, names.w1_bias, names.w2_bias)
         )
         return torch.ops.moe_cpu.stored_experts(
-            hidden_states, w1, w2, topk_weights, topk_ids, w1_bias, w2_bias, activation, names.transposed
-        )
+            hidden_states, w1, w2, topk_weights, topk_ids, w1_bias, w2_bias, activation, names.transposed,
+            weight_on_input, backend,
+        )  # fmt: skip
     w1, w2, w1_bias, w2_bias = (packed, None, None, None) if packed is not None else dense(module, names)
-    E = w1.shape[0]
     return fused_experts(
-        hidden_states, w1, w2, topk_weights, topk_ids, activation=activation, expert_map=with_sentinel(E),
-        w1_bias=w1_bias, w2_bias=w2_bias,
+        hidden_states, w1, w2, topk_weights, topk_ids, activation=activation,
+        apply_router_weight_on_input=weight_on_input, expert_map=with_sentinel(w1.shape[0]), w1_bias=w1_bias,
+        w2_bias=w2_bias, backend=backend,
     )  # fmt: skip
 
 
@@ -69,14 +76,17 @@ def _stored_experts(
     w2_bias: torch.Tensor | None,
     activation: str,
     transposed: bool,
+    weight_on_input: bool,
+    backend: str,
 ) -> torch.Tensor:
     if transposed:
         # Under a dispatch mode (the first call of a compiled graph, a profiler) a view made here would not share the version counter.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
     return fused_experts(
-        hidden_states, w1, w2, topk_weights, topk_ids, activation=activation, expert_map=with_sentinel(w1.shape[0]),
-        w1_bias=w1_bias, w2_bias=w2_bias,
+        hidden_states, w1, w2, topk_weights, topk_ids, activation=activation,
+        apply_router_weight_on_input=weight_on_input, expert_map=with_sentinel(w1.shape[0]), w1_bias=w1_bias,
+        w2_bias=w2_bias, backend=backend,
     )  # fmt: skip
 
 
