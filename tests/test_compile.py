@@ -8,7 +8,13 @@ from calls import call, pack, run_kernel
 from strategies import make_case
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from moe_cpu import BatchedPrepareAndFinalize, MoEPrepareAndFinalizeNoEP, fused_experts, moe_align_block_size
+from moe_cpu import (
+    BatchedPrepareAndFinalize,
+    MoEPrepareAndFinalizeNoEP,
+    fused_experts,
+    moe_align_block_size,
+    stored_op,  # noqa: F401  defines the operator that modules use
+)
 from moe_cpu import FusedMoEModularKernel as Kernel
 from moe_cpu.experts import create
 
@@ -39,6 +45,9 @@ def test_every_operator_passes_torchs_checks():
             "auto", [], "",
         ),
     }  # fmt: skip
+    samples["stored_experts"] = (
+        case.x, case.w1, case.w2, case.topk_weights, case.topk_ids.clamp(max=2), None, None, "silu", False, False, "auto",
+    )  # fmt: skip
     known = {n.partition("::")[2] for n in torch._C._dispatch_get_all_op_names() if n.startswith("moe_cpu::")}
     assert known == set(samples), "every operator has a sample here"
     for name, arguments in samples.items():
@@ -138,3 +147,21 @@ def test_a_bad_call_inside_a_graph_is_still_refused():
 
     with pytest.raises(IndexError, match=r"topk_ids\[2, 0\].*77"):
         layer(case.x, ids)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_graph_notices_changed_weights(transposed):
+    """Weights that the graph was traced with, and views of them made inside it, change in place between two calls."""
+    case = make_case(M=6, seed=119)
+    w1, w2 = (w.transpose(1, 2).contiguous() if transposed else w.clone() for w in (case.w1, case.w2))
+
+    def turned(w: torch.Tensor) -> torch.Tensor:
+        return w.transpose(1, 2) if transposed else w
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def layer(x, w1, w2):
+        return call(case.with_(x=x, w1=turned(w1), w2=turned(w2)))
+
+    for change in (lambda: None, lambda: w1.mul_(-2), lambda: w2[1].zero_(), lambda: w1.add_(0.25)):
+        change()
+        case.with_(w1=turned(w1), w2=turned(w2)).check(layer(case.x, w1, w2))

@@ -12,6 +12,7 @@ from strategies import Case, make_case, strided
 
 from moe_cpu import PackedExperts, fused_experts, ops
 from moe_cpu.errors import ExpertIdError, IsaUnavailable
+from moe_cpu.experts import create
 
 BF16 = torch.bfloat16
 
@@ -246,3 +247,18 @@ def test_no_expert_does_not_read_the_maps_last_entry(backend):
     got = call(case, backend=backend)
     case.check(got, {"first": "bfloat16", "pair": "bfloat16"} if backend == "onednn" else None)
     assert not got[3:].any()
+
+
+@pytest.mark.parametrize("backend", ["native", "onednn", "reference"])
+def test_pairs_without_an_expert_are_zero_before_the_sum(backend):
+    if backend == "onednn" and not _onednn():
+        pytest.skip("onednn cannot run here")
+    case = make_case(M=6, E=4, topk=2, local=2, bias=True, seed=158)
+    ids = torch.tensor([[3, -1], [0, 1], [-1, 2]] * 2, dtype=torch.int32)
+    case = case.with_(expert_map=torch.tensor([-1, 0, -1, 1], dtype=torch.int32), topk_ids=ids)
+    pairs = create(backend).apply(
+        case.x, case.w1, case.w2, ids, "silu", 4, case.expert_map, w1_bias=case.w1_bias, w2_bias=case.w2_bias
+    )
+    here = torch.tensor([[True, False], [False, True], [False, False]] * 2)
+    assert not pairs[~here].any()
+    assert bool((pairs[here] != 0).any(dim=-1).all())
