@@ -360,6 +360,7 @@ def test_released_weights_refuse_gradients_and_pack_refuses_training() -> None:
     model(prompt()).logits.sum().backward()
 
 
+@kernels
 def test_pack_reports_what_it_leaves() -> None:
     model = build("DeepSeek-V4")
     report = integration.pack(model, progress=False)
