@@ -90,7 +90,7 @@ class _Point:
     def _check(self, contenders: list[Contender], rows: dict[str, Row]) -> None:
         inputs = self._new_inputs()
         sample = check.sample_tokens(self.M, self.rng)
-        want, scale = check.expected(self.weights.first, inputs, self.shape, sample)
+        want = check.expected(self.weights.first, inputs, self.shape, sample)
         for contender in contenders:
             row = rows[contender.name]
             # A competitor may write into its inputs, which must not become the next one's problem.
@@ -101,7 +101,7 @@ class _Point:
             except Exception as error:
                 row.status, row.reason = FAILED, f"{type(error).__name__}: {error}"
                 continue
-            row.relative_error, reason = check.verdict(got, sample, want, scale)
+            row.relative_error, reason = check.verdict(got, sample, want)
             if reason is not None:
                 row.status, row.reason = WRONG, reason
             time.sleep(contender.settle)
