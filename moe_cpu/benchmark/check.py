@@ -37,8 +37,8 @@ def expected(layer: DenseLayer, inputs: Inputs, shape: ModelShape, rows: Tensor)
         if e < 0:
             continue
         row, slot = (ids == e).nonzero(as_tuple=True)
-        biases = (None if bias is None else bias[e] for bias in (layer.w1_bias, layer.w2_bias))
-        y = rounding.expert(x[row], layer.w1[e], layer.w2[e], *biases, shape.activation)
+        b1, b2 = (None if bias is None else bias[e] for bias in (layer.w1_bias, layer.w2_bias))
+        y = rounding.expert(x[row], layer.w1[e], layer.w2[e], b1, b2, shape.activation)
         w = weights[row, slot, None]
         weighted = Uncertain(w * y.value, w.abs() * y.bound, w.square() * y.variance)
         weighted = rounding.rounded(rounding.rounded(weighted, 2), shape.topk, rounding.F32)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_cpu import machine, ops
 from moe_cpu.benchmark.contender import Contender
 from moe_cpu.errors import OutOfMemory
 from moe_cpu.models import ModelShape
@@ -18,6 +19,7 @@ _RESERVE = 1 << 30
 # With more layers than these the time goes into making weights.
 _MAX_LAYERS = 16
 _CGROUP = Path("/sys/fs/cgroup")
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,14 @@ def available_bytes() -> int:
 
 
 def last_level_cache_bytes() -> int:
-    """Size of the largest cache that the first CPU sees, 0 when the system does not say."""
+    """Size of the largest cache that the first CPU sees; from CPUID where a container hides what the system knows; 0 when neither says."""
     sizes = [0]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+    for path in _CACHES.glob("index*/size"):
         text = path.read_text().strip()
         unit = {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:], 1)
         sizes.append(int(text.rstrip("KMG")) * unit)
+    if max(sizes) == 0 and ops.available():
+        sizes = [*machine.cpu_description()["cache_bytes"].values()]
     return max(sizes)
 
 

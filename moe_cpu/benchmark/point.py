@@ -34,10 +34,11 @@ class Session:
 
 @dataclass(frozen=True)
 class Weights:
-    """Layers of one shape: the first one dense, for checking, and each contender's own form of all of them."""
+    """Layers of one shape: the first one dense, for checking, each contender's own form of all of them, and why a contender could not make its own."""
 
     first: DenseLayer
     prepared: dict[str, list[Any]]
+    failures: dict[str, str]
     layers: int
 
 
@@ -80,6 +81,8 @@ class _Point:
         )
         if reason is not None:
             row.status, row.reason = SKIPPED, reason
+        elif contender.name in self.weights.failures:
+            row.status, row.reason = FAILED, self.weights.failures[contender.name]
         return row
 
     def _new_inputs(self) -> Inputs:

@@ -52,6 +52,10 @@ def run(
         report = Report(environment.describe(threads), roofline.measure(threads, forced, cache))
         if not suite.cold:
             report.notes.append("weights may have come from the cache, so shares of the limit mean little")
+        elif cache == 0:
+            report.notes.append(
+                "nobody says how large the last-level cache is, so weights may have come from it"
+            )
         evict = timing.CacheEvictor(cache)  # of nothing, for a suite that is not cold
         session = Session(suite, source, threads, contenders, report.ceilings, evict, cache)
         for shape in suite.shapes:
@@ -81,9 +85,15 @@ def _make_weights(
     source: Source, shape: ModelShape, seed: int, contenders: list[Contender], layers: int
 ) -> Weights:
     first = source.make_layer(shape, seed)
-    weights = Weights(first, {c.name: [] for c in contenders}, layers)
+    weights = Weights(first, {c.name: [] for c in contenders}, {}, layers)
     for number in range(layers):
         layer = first if number == 0 else copy_layer(first, number)
         for contender in contenders:
-            weights.prepared[contender.name].append(contender.prepare(layer, shape))
+            if contender.name in weights.failures:
+                continue
+            try:
+                weights.prepared[contender.name].append(contender.prepare(layer, shape))
+            except Exception as error:  # a competitor's code may raise anything
+                weights.failures[contender.name] = f"preparing weights: {type(error).__name__}: {error}"
+                weights.prepared[contender.name].clear()
     return weights
