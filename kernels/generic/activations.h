@@ -32,8 +32,11 @@ inline F32 reciprocal(F32 d) {
   return y;
 }
 
-// x * sigmoid(scale * x). Below exp's range the result is a denormal-sized number instead of zero, which bf16 rounding cannot tell apart.
-inline F32 swish(F32 x, float scale) { return x * reciprocal(1.0f + exp_lanes(x * -scale)); }
+// 1 / (1 + e^-z); zero below exp's range, where the true value is less than 2^-125 but a huge factor would still show it.
+inline F32 sigmoid(F32 z) {
+  const F32 s = reciprocal(1.0f + exp_lanes(-z));
+  return z < -87.0f ? splat(0.0f) : s;
+}
 
 // x * Phi(x) with the normal distribution's Phi. erfc by the rational Chebyshev fit of Press et al., Numerical Recipes (erfcc): relative error
 // 1.2e-7 everywhere, so the negative tail keeps its leading digits.
@@ -59,7 +62,7 @@ inline F32 gelu(F32 x) {
 inline F32 gelu_tanh(F32 x) {
   constexpr float kTwiceSqrt2OverPi = 1.59576912f;
   const F32 u = kTwiceSqrt2OverPi * fma(x * x * x, splat(0.044715f), x);
-  return x * reciprocal(1.0f + exp_lanes(-u));
+  return x * sigmoid(u);
 }
 
 inline F32 relu2(F32 x) {
@@ -72,7 +75,7 @@ inline F32 swigluoai(F32 gate, F32 up) {
   constexpr float kLimit = 7.0f, kAlpha = 1.702f;
   gate = at_most(gate, splat(kLimit));
   up = at_least(at_most(up, splat(kLimit)), splat(-kLimit));
-  return swish(gate, kAlpha) * (up + 1.0f);
+  return gate * sigmoid(gate * kAlpha) * (up + 1.0f);
 }
 
 inline F32 gated(int activation, F32 gate, F32 up) {
@@ -83,8 +86,8 @@ inline F32 gated(int activation, F32 gate, F32 up) {
       return gelu_tanh(gate) * up;
     case MOE_SWIGLUOAI:
       return swigluoai(gate, up);
-    default:
-      return swish(gate, 1.0f) * up;
+    default:  // MOE_SILU: moe_layer lets no other value through
+      return gate * sigmoid(gate) * up;
   }
 }
 

@@ -25,10 +25,10 @@ inline void store_block(float* to, F32 value) { store(to, bf16_to_f32(f32_to_bf1
 template <class Block>
 void gather(const GatherRows& g) {
   Block* const block = static_cast<Block*>(g.block);
-  const int64_t whole_end = g.k_end < g.k_size / kStep * kStep ? g.k_end : g.k_size / kStep * kStep;
+  const int64_t whole_end = g.k / kStep * kStep;
   for (int r = 0; r < g.rows; ++r) {
     Block* to = block + r * kStep;
-    int64_t k = g.k_begin;
+    int64_t k = 0;
     for (; k < whole_end; k += kStep, to += g.rows * kStep) {
       for (int half = 0; half < kStep; half += kLanes) {
         if (sizeof(Block) == 2 && g.dtype == MOE_BF16) {
@@ -38,9 +38,9 @@ void gather(const GatherRows& g) {
         }
       }
     }
-    for (; k < g.k_end; k += kStep, to += g.rows * kStep) {
+    for (; k < g.k; k += kStep, to += g.rows * kStep) {
       for (int half = 0; half < kStep; half += kLanes) {
-        const int64_t left = g.k_size - k - half;
+        const int64_t left = g.k - k - half;
         const int64_t count = left < 0 ? 0 : left < kLanes ? left : kLanes;
         store_block(to + half, load_as_f32(g.x, g.dtype, g.offsets[r] + k + half, count));
       }

@@ -7,7 +7,9 @@
 
 #include "moe/c_api.h"
 #include "moe/kernel_table.h"
+#include "moe/panel_rows.h"
 #include "ops/expert_gemm.h"
+#include "ops/layer_args.h"
 #include "ops/router_weights.h"
 #include "ops/routing.h"
 #include "ops/schedule.h"
@@ -20,8 +22,6 @@ namespace {
 constexpr int64_t kSumColumns = 1024;  // columns of one weighted-sum task: 4 KiB of every row it adds
 constexpr int64_t kSumRows = 64;       // rows it adds, about: 256 KiB read
 constexpr int64_t kZeroRows = 4096;    // pairs looked at by one zeroing task
-
-int64_t dtype_bytes(int32_t dtype) { return dtype == MOE_F32 ? 4 : 2; }
 
 // What one thread owns.
 struct Hand {
@@ -166,19 +166,16 @@ struct Layer {
         offsets[r] = args.mode == MOE_BATCHED ? expert * args.x_stride_expert + (flat[row + r] - expert * args.tokens) * args.x_stride_token
                                               : flat[row + r] / args.topk * args.x_stride_token;
       }
-      table.gather({args.x, args.x_dtype, offsets, rows, 0, k_steps * kStep, args.hidden, hand.a + row * k_steps * kStep * element_bytes()});
+      table.gather({args.x, args.x_dtype, offsets, rows, args.hidden, hand.a + row * k_steps * kStep * element_bytes()});
     }
   }
 
   // The 32 biases of a panel, in its column order; padding columns have none.
   void panel_bias(float* bias, int64_t expert, int64_t panel) const {
-    const int64_t I = args.intermediate, width = gated ? 2 * I : I;
-    const float* const from = args.w1_bias + expert * width;
+    const int64_t width = gated ? 2 * args.intermediate : args.intermediate;
     for (int64_t column = 0; column < kPanelCols; ++column) {
-      const int64_t neuron = gated ? panel * kTileCols + column % kTileCols : panel * kPanelCols + column;
-      const int64_t up = column / kTileCols;
-      const int64_t row = args.gate_layout == MOE_CONCATENATED ? up * I + neuron : args.gate_layout == MOE_INTERLEAVED ? 2 * neuron + up : neuron;
-      bias[column] = neuron < I ? from[row] : 0.0f;
+      const int64_t row = dense_row(args.gate_layout, width, panel, column);
+      bias[column] = row < 0 ? 0.0f : args.w1_bias[expert * width + row];
     }
   }
 
@@ -268,6 +265,8 @@ int32_t moe_layer(const moe_layer_args* args, int64_t info[4]) {
     info[0] = args->isa;
     return MOE_ISA_UNAVAILABLE;
   }
+  info[0] = 0;
+  if (!moe::well_formed(*args)) return MOE_BAD_ARGUMENT;
   moe::Layer layer(*args, *table, std::max(args->threads, 1));
   if (layer.pairs > INT32_MAX) {
     info[0] = layer.pairs;

@@ -3,6 +3,7 @@
 
 #include "moe/c_api.h"
 #include "moe/layout.h"
+#include "moe/panel_rows.h"
 #include "runtime/parallel.h"
 
 namespace moe {
@@ -14,13 +15,7 @@ struct Dense {
 
   bool gated() const { return gate_layout != MOE_UNGATED; }
   int64_t panels() const { return gated() ? w1_panels(rows / 2, true) : ceil_div(rows, kPanelCols); }
-  // The dense row behind a panel's column; `rows` or more for padding.
-  int64_t row_of(int64_t panel, int64_t column) const {
-    if (!gated()) return panel * kPanelCols + column;
-    const int64_t neuron = panel * kTileCols + column % kTileCols, up = column / kTileCols;
-    if (neuron >= rows / 2) return rows;
-    return gate_layout == MOE_CONCATENATED ? up * (rows / 2) + neuron : 2 * neuron + up;
-  }
+  int64_t row_of(int64_t panel, int64_t column) const { return dense_row(gate_layout, rows, panel, column); }
 };
 
 uint16_t to_bf16(float value) {
@@ -61,7 +56,7 @@ void pack_panel(const T* dense, const Dense& d, int64_t stride_row, int64_t stri
     for (int64_t column = 0; column < kPanelCols; ++column) {
       uint16_t* const tile = at + column / kTileCols * kTileElements;
       const int64_t within = column % kTileCols, row = d.row_of(panel, column);
-      if (row >= d.rows) {
+      if (row < 0) {
         for (int pair = 0; pair < kStep / 2; ++pair) std::memset(tile + (pair * kTileCols + within) * 2, 0, 4);
       } else if (sizeof(T) == 2 && stride_col == 1 && count == kStep) {
         pack_tile_pairs(reinterpret_cast<const uint16_t*>(dense) + row * stride_row + k, within, tile);
@@ -72,10 +67,11 @@ void pack_panel(const T* dense, const Dense& d, int64_t stride_row, int64_t stri
   }
 }
 
-int32_t check(int64_t rows, int64_t cols, int32_t gate_layout, int64_t info[4]) {
+// `rows` is argument number `first`, `cols` the next one.
+int32_t check(int64_t rows, int64_t cols, int32_t gate_layout, int64_t first, int64_t info[4]) {
   info[0] = 0;
-  if (rows < 0 || (gate_layout != MOE_UNGATED && rows % 2)) info[0] = 3;
-  if (cols < 0) info[0] = 4;
+  if (rows < 0 || (gate_layout != MOE_UNGATED && rows % 2)) info[0] = first;
+  if (cols < 0) info[0] = first + 1;
   return info[0] ? MOE_BAD_ARGUMENT : MOE_OK;
 }
 
@@ -88,10 +84,10 @@ int64_t moe_packed_elements(int64_t rows, int64_t cols, int32_t gate_layout) {
 
 int32_t moe_pack_expert(const void* dense, int32_t dtype, int64_t rows, int64_t cols, int64_t stride_row, int64_t stride_col, int32_t gate_layout,
                         uint16_t* packed, int32_t threads, int64_t info[4]) {
-  const int32_t status = moe::check(rows, cols, gate_layout, info);
+  const int32_t status = moe::check(rows, cols, gate_layout, 2, info);
   if (status != MOE_OK) return status;
   if (dtype != MOE_BF16 && dtype != MOE_F32) {
-    info[0] = 2;
+    info[0] = 1;
     return MOE_BAD_ARGUMENT;
   }
   const moe::Dense d{rows, cols, gate_layout};
@@ -111,7 +107,7 @@ int32_t moe_pack_expert(const void* dense, int32_t dtype, int64_t rows, int64_t 
 
 int32_t moe_unpack_expert(const uint16_t* packed, int64_t rows, int64_t cols, int32_t gate_layout, uint16_t* dense, int32_t threads,
                           int64_t info[4]) {
-  const int32_t status = moe::check(rows, cols, gate_layout, info);
+  const int32_t status = moe::check(rows, cols, gate_layout, 1, info);
   if (status != MOE_OK) return status;
   const moe::Dense d{rows, cols, gate_layout};
   const int64_t size = moe::panel_elements(cols);
@@ -120,7 +116,7 @@ int32_t moe_unpack_expert(const uint16_t* packed, int64_t rows, int64_t cols, in
     for (int64_t panel = share.begin; panel < share.end; ++panel) {
       for (int64_t column = 0; column < moe::kPanelCols; ++column) {
         const int64_t row = d.row_of(panel, column);
-        if (row >= rows) continue;
+        if (row < 0) continue;
         const uint16_t* const tiles = packed + panel * size + column / moe::kTileCols * moe::kTileElements;
         for (int64_t k = 0; k < cols; ++k) {
           const int64_t step = k / moe::kStep, within = k % moe::kStep;

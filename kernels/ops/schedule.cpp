@@ -37,7 +37,7 @@ ProductTask task_at(const ProductTasks& tasks, const Routing& routing, int64_t i
 }
 
 void wait_for(const std::atomic<int64_t>& done, int64_t target) {
-  for (int turn = 0; done.load(std::memory_order_acquire) < target; ++turn) spin_pause(turn);
+  for (int turn = 0; done.load(std::memory_order_acquire) < target; turn += turn < kSpinTurns) spin_pause(turn);
 }
 
 }  // namespace moe

@@ -26,7 +26,6 @@ struct Phase {
 struct ProductTasks {
   int64_t* before;   // [active + 1] tasks of the experts ahead of this one
   int32_t* panels;   // [active] panels of one task
-  int64_t count() const { return total; }
   int64_t total;
 };
 

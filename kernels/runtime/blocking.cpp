@@ -29,9 +29,9 @@ int64_t task_panels(int64_t total_cost, int64_t cost, int64_t panels, const Mach
 }
 
 int useful_threads(int64_t bytes, int64_t flops, int threads) {
-  // One thread reads about 10 GB/s and multiplies at 100 GFLOP/s or more; waking another takes a few microseconds.
-  const int64_t nanoseconds = bytes / 10 + flops / 100;
-  constexpr int64_t kWorthWaking = 4000;
+  // Orders of magnitude of one thread, on the low side; only layers of a few microseconds come out differently with others.
+  constexpr int64_t kBytesPerNanosecond = 10, kFlopPerNanosecond = 100, kWorthWaking = 4000;
+  const int64_t nanoseconds = bytes / kBytesPerNanosecond + flops / kFlopPerNanosecond;
   return static_cast<int>(clamp(nanoseconds / kWorthWaking + 1, 1, threads));
 }
 

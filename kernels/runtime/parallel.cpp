@@ -9,9 +9,6 @@
 namespace moe {
 namespace {
 
-// A pause takes up to 140 cycles: 256 of them are about the 10 us that waking a sleeper would cost.
-constexpr int kPauses = 256;
-
 // A call from within a parallel region gets the team that OpenMP's nesting rules allow, by default one member.
 void run_here(int threads, TeamBody body, void* context) {
 #pragma omp parallel num_threads(threads)
@@ -34,11 +31,11 @@ void Barrier::wait(int team) {
     __atomic_add_fetch(&generation, 1, __ATOMIC_RELEASE);
     return;
   }
-  for (int turn = 0; __atomic_load_n(&generation, __ATOMIC_ACQUIRE) == mine; turn += turn < kPauses) spin_pause(turn);
+  for (int turn = 0; __atomic_load_n(&generation, __ATOMIC_ACQUIRE) == mine; turn += turn < kSpinTurns) spin_pause(turn);
 }
 
 void spin_pause(int turn) {
-  if (turn < kPauses) {
+  if (turn < kSpinTurns) {
     _mm_pause();
   } else {
     sched_yield();

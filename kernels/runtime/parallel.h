@@ -38,6 +38,8 @@ struct Barrier {
 };
 
 // Tells the core that this thread spins; after many turns gives the processor away (teams may be larger than the machine).
+// Turns past kSpinTurns are all alike.
+constexpr int kSpinTurns = 256;
 void spin_pause(int turn);
 
 int max_threads();

@@ -22,7 +22,6 @@ enum moe_status {
   MOE_SCRATCH_TOO_SMALL = 3,  // info = {bytes needed, bytes given}
   MOE_BAD_ARGUMENT = 4,     // info = {number of the offending argument}
   MOE_TOO_LARGE = 5,        // info = {value, limit}
-  MOE_NO_MEMORY = 6,        // info = {bytes asked for}
   MOE_BAD_TOKEN_COUNT = 7,  // info = {local expert, its expert_num_tokens, max_num_tokens}
   MOE_BAD_EXPERT_MAP = 8,   // info = {global expert, its local expert, number of local experts}
 };
@@ -56,8 +55,8 @@ MOE_API int32_t moe_align_block_size(const void* ids, int32_t ids_dtype, int64_t
                                      int64_t info[4]);
 
 // ---- packing ----------------------------------------------------------------------------------------------------------------------------
-// One expert's matrix [rows, cols] -> panels. Layout: include/moe/layout.h. dtype is the dense dtype (f32, bf16, f16; converted to bf16, round to
-// nearest even). w1 is paired by `gate_layout`; w2 always uses MOE_UNGATED. Strides in elements.
+// One expert's matrix [rows, cols] -> panels. Layout: include/moe/layout.h. dtype is the dense dtype, bf16 or f32 (rounded to bf16, to nearest
+// even). w1 is paired by `gate_layout`; w2 always uses MOE_UNGATED. Strides in elements.
 MOE_API int64_t moe_packed_elements(int64_t rows, int64_t cols, int32_t gate_layout);
 MOE_API int32_t moe_pack_expert(const void* dense, int32_t dtype, int64_t rows, int64_t cols, int64_t stride_row, int64_t stride_col,
                                 int32_t gate_layout, uint16_t* packed, int32_t threads, int64_t info[4]);
@@ -92,6 +91,7 @@ typedef struct moe_layer_args {
   int32_t x_dtype, ids_dtype, weights_dtype, activation, gate_layout, mode, isa, threads;
 } moe_layer_args;
 
+// `scratch` is aligned to 64 bytes. Sizes are at least 1, tokens may be 0.
 MOE_API int64_t moe_layer_scratch_bytes(const moe_layer_args* args);  // reads only sizes, dtypes, mode, isa and threads
 MOE_API int32_t moe_layer(const moe_layer_args* args, int64_t info[4]);
 

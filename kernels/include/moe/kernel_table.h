@@ -26,7 +26,7 @@ struct GatherRows {
   int dtype;              // moe_dtype
   const int64_t* offsets;
   int rows;
-  int64_t k_begin, k_end, k_size;  // columns to take; those at or past k_size read as zero
+  int64_t k;  // columns; the block's last step is filled up with zeros
   void* block;
 };
 
@@ -62,7 +62,7 @@ struct WeightedSum {
 };
 
 struct KernelTable {
-  const char* name;
+  const char* name;      // that of isa_name(): the tests compare them
   int block_rows;        // most rows of one block
   bool f32_blocks;       // blocks hold float32 instead of bf16
   int64_t read_slack;    // bytes past the end of a block that product() may read and ignore

@@ -15,7 +15,6 @@ namespace {
 constexpr int kBlockRows = 12;
 
 struct Bf16Pairs {
-  using Block = uint16_t;
   template <int kRows>
   static void run(const BlockProduct& p) {
     F32 sum[kRows][2];
