@@ -8,11 +8,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from moe_cpu.checks import ACTIVATIONS
 from moe_cpu.errors import ArgumentError
 from moe_cpu.models import ModelShape, find
 
 ROUTINGS = ("uniform", "zipf", "single", "router")
 SCHEMES = ("bf16",)
+_LISTS = ("shapes", "tokens", "contenders", "routings")
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,9 @@ class Suite:
             raise ArgumentError(
                 f"suite {self.name!r}: expected at least one shape, token count and contender"
             )
-        if min(self.tokens) < 1:
-            raise ArgumentError(f"tokens: expected counts of at least 1, got {min(self.tokens)}")
+        for M in self.tokens:
+            if not isinstance(M, int) or M < 1:
+                raise ArgumentError(f"tokens: expected whole numbers of at least 1, got {M!r}")
         if self.threads is not None and self.threads < 1:
             raise ArgumentError(f"threads: expected at least 1, got {self.threads}")
         if self.seconds <= 0:
@@ -109,8 +112,11 @@ class Suite:
                 f"suite {path}: expected keys among {', '.join(sorted(known))}; got {', '.join(unknown)}"
             )
         data.setdefault("name", path.stem)
-        data["shapes"] = tuple(parse_shape(entry) for entry in data.get("shapes", ()))
-        for key in ("tokens", "contenders", "routings"):
+        for key in _LISTS:
+            if not isinstance(data.get(key, []), list):
+                raise ArgumentError(f"suite {path}: expected a list of {key}, got {data[key]!r}")
+        data["shapes"] = [parse_shape(entry) for entry in data.get("shapes", ())]
+        for key in _LISTS:
             if key in data:
                 data[key] = tuple(data[key])
         return cls(**data)
@@ -124,18 +130,27 @@ def parse_shape(entry: str | dict[str, Any]) -> ModelShape:
     """
     if isinstance(entry, str):
         return find(entry)
+    if not isinstance(entry, dict):
+        raise ArgumentError(f"shape: expected a model's name or an object, got {entry!r}")
+    for symbol in ("E", "topk", "K", "I"):
+        if not isinstance(entry.get(symbol, 1), int):
+            raise ArgumentError(f"shape: expected a whole number {symbol}, got {entry[symbol]!r}")
     if "model" in entry:
         extra = sorted(set(entry) - {"model", "E"})
         if extra:
             raise ArgumentError(f"shape: beside a model only E can be given, got {', '.join(extra)}")
         shape = find(entry["model"])
-        return shape.with_experts(int(entry["E"])) if "E" in entry else shape
+        return shape.with_experts(entry["E"]) if "E" in entry else shape
     try:
         shape = ModelShape(**{"name": "custom", **entry})
     except TypeError as error:
         raise ArgumentError(
             f"shape: expected name, E, topk, K, I and other fields of ModelShape, got {entry}: {error}"
         ) from error
+    if shape.activation not in ACTIVATIONS:
+        raise ArgumentError(
+            f"shape: expected an activation among {', '.join(ACTIVATIONS)}, got {shape.activation!r}"
+        )
     if not 1 <= shape.topk <= shape.E or min(shape.K, shape.I) < 1:
         raise ArgumentError(
             f"shape: expected 1 <= topk <= E, K >= 1, I >= 1; got E={shape.E}, topk={shape.topk}, K={shape.K}, I={shape.I}"

@@ -22,13 +22,7 @@ def save(report: Report, path: str | Path) -> None:
     Raises:
         ArgumentError: matplotlib is missing, or the report has no times.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ArgumentError("plot: drawing needs matplotlib; install moe-cpu[plot]") from error
+    plt = pyplot()
     rows = [row for row in report.rows if row.status == OK and row.times is not None]
     if not rows:
         raise ArgumentError("plot: the report has no measured case")
@@ -56,6 +50,22 @@ def save(report: Report, path: str | Path) -> None:
     )
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def pyplot() -> Any:
+    """matplotlib's drawing functions, for files and not for a screen.
+
+    Raises:
+        ArgumentError: matplotlib is missing.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot
+    except ImportError as error:
+        raise ArgumentError("plot: drawing needs matplotlib; install moe-cpu[plot]") from error
+    return matplotlib.pyplot
 
 
 def _by_contender(rows: Iterable[Row]) -> dict[str, list[Row]]:

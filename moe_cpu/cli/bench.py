@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from moe_cpu.benchmark import ROUTINGS, Report, Suite, run, table
+from moe_cpu.benchmark import ROUTINGS, Report, Suite, plot, run, table
 from moe_cpu.benchmark.baselines import BASELINES
 from moe_cpu.benchmark.checkpoint import Checkpoint
 from moe_cpu.benchmark.report import SKIPPED
@@ -89,14 +89,14 @@ def add_parser(commands: Any) -> None:
 def main(options: argparse.Namespace) -> int:
     """Measures, prints the table, writes files."""
     suite, checkpoint = build_suite(options)
+    if options.plot:
+        plot.pyplot()  # or it is refused before anything is measured
     steps = 1 + len(suite.shapes) * (1 + len(list(suite.points())))
     keep = (lambda report: report.save(options.json)) if options.json else None
     report = _with_progress(lambda tell: run(suite, source=checkpoint, progress=tell, keep=keep), steps)
     for line in table.lines(report):
         print(line)
     if options.plot:
-        from moe_cpu.benchmark import plot
-
         plot.save(report, options.plot)
     # Whoever names a backend wants it to run; one that only stands in the default list may be absent.
     named = options.backend is not None or options.isa is not None
