@@ -2,20 +2,25 @@
 
 Few ids: one kernel, a program for each expert, which counts all ids itself and so needs to hear nothing from the others.
 Many ids: three kernels. Each part of the ids is counted; each expert's program adds up where its run starts and where each part's share of the run does;
-each part then writes its ids, placed by their rank among equal ids of the part. Ranks come from comparisons, not from atomics, so the order is stable.
+then a program for each piece of a part writes its ids, placed by their rank among equal ids of the part: a histogram of the pieces before, and comparisons
+within the piece. No rank comes from an atomic, so the order is stable.
 
 The host cannot see an id without waiting for the GPU, so an id out of range is left out like -1.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_cpu.triton_program import Launcher, Program, program
+
 # Ids compared with each other at a time, and ids that one program counts at a time.
-_STEP, _PART = 128, 1024
+_STEP, _PART = 64, 1024
 # Ids up to which every expert's program may count them all: four parts, some microseconds.
 _ONE_KERNEL = 4096
 
@@ -132,85 +137,101 @@ def _scatter(
     part, step = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, STEP)
     start = part * PART
-    position = start + step * STEP + lane
-    id = _load(ids_ptr, map_ptr, position, numel, num_ids, E, MAPPED)
-    rank = tl.zeros((STEP,), dtype=tl.int32)
-    for before in range(0, step):
-        other = _load(ids_ptr, map_ptr, start + before * STEP + lane, numel, num_ids, E, MAPPED)
-        rank += tl.sum((other[None, :] == id[:, None]).to(tl.int32), 1)
+    first = start + step * STEP
+    id = _load(ids_ptr, map_ptr, first + lane, numel, num_ids, E, MAPPED)
+    before = _load(ids_ptr, map_ptr, start + tl.arange(0, PART), tl.minimum(first, numel), num_ids, E, MAPPED)
+    rank = tl.gather(tl.histogram(before, EXPERTS), id, 0)
     same = (id[None, :] == id[:, None]) & (lane[None, :] < lane[:, None])
     rank += tl.sum(same.to(tl.int32), 1)
     offset = tl.load(offsets_ptr + part * EXPERTS + id, mask=id < E, other=0)
-    tl.store(sorted_ptr + offset + rank, position, mask=id < E)
+    tl.store(sorted_ptr + offset + rank, first + lane, mask=id < E)
 
 
-def scratch_elements(numel: int, num_experts: int) -> int:
-    """int32 elements of scratch memory that `align_into` wants."""
-    return 0 if numel <= _ONE_KERNEL else 2 * triton.cdiv(numel, _PART) * _bins(num_experts)
-
-
-def _bins(num_experts: int) -> int:
-    """Entries of a histogram: one an expert, at least one more for what is left out, a power of two."""
-    return triton.next_power_of_2(num_experts + 1)
-
-
-def align_into(
-    topk_ids: Tensor,
-    block_size: int,
-    num_experts: int,
-    sorted_ids: Tensor,
-    expert_ids: Tensor,
-    used: Tensor,
-    scratch: Tensor,
-    *,
-    num_ids: int,
-    id_map: Tensor | None = None,
-    names: Tensor | None = None,
-) -> None:
-    """Writes the three results of `moe_cpu.align.moe_align_block_size` to given memory, whose content before does not matter.
+class Sort:
+    """The launches that group `numel` ids.
 
     Args:
-        topk_ids: contiguous, int32 or int64; a value outside [0, num_ids) is left out.
-        id_map: `[num_ids]`, id -> expert, before sorting; what it maps outside [0, num_experts) is left out. None: an id is its expert.
-        names: `[num_experts]`, what a block's entry of `expert_ids` says for an expert. None: the expert itself.
-        scratch: int32, `scratch_elements` long.
+        device: index of the GPU, -1 in the interpreter.
+        length, blocks: of `sorted_ids` and `expert_ids`.
+        num_ids: an id outside [0, num_ids) is left out.
+        ids, map, names: dtypes; None where there is no map or are no names.
+    Attributes:
+        scratch: int32 elements of each of two pieces of scratch memory.
     """
-    numel, width = topk_ids.numel(), _bins(num_experts)
-    mapped, named = id_map is not None, names is not None
-    length, blocks = sorted_ids.numel(), expert_ids.numel()
-    grid = (num_experts,)
-    if scratch_elements(numel, num_experts) == 0:
-        _align_in_one[grid](
-            topk_ids, id_map, names, sorted_ids, expert_ids, used, numel, num_ids, length, blocks, block_size, num_experts,
-            MAPPED=mapped, NAMED=named, EXPERTS=width, PART=_PART,
-        )  # fmt: skip
-        return
-    parts = triton.cdiv(numel, _PART)
-    counts, offsets = scratch[: parts * width], scratch[parts * width : 2 * parts * width]
-    _count[(parts,)](
-        topk_ids, id_map, counts, numel, num_ids, num_experts, MAPPED=mapped, PART=_PART, EXPERTS=width
-    )  # fmt: skip
-    _offsets[grid](
-        counts, offsets, names, sorted_ids, expert_ids, used, parts, numel, length, blocks, block_size, num_experts,
-        NAMED=named, EXPERTS=width, ROWS=max(1, 8192 // width), STEP=_STEP,
-    )  # fmt: skip
-    _scatter[(parts, _PART // _STEP)](
-        topk_ids, id_map, offsets, sorted_ids, numel, num_ids, num_experts, MAPPED=mapped, PART=_PART, EXPERTS=width, STEP=_STEP,
-        num_warps=8,
-    )  # fmt: skip
+
+    def __init__(
+        self, device: int, numel: int, block_size: int, num_experts: int, num_ids: int, length: int, blocks: int,
+        ids: torch.dtype, map: torch.dtype | None, names: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        width = triton.next_power_of_2(num_experts + 1)  # one entry at least for what is left out
+        self.parts = 0 if numel <= _ONE_KERNEL else triton.cdiv(numel, _PART)
+        self.scratch = self.parts * width
+        self.sizes = (numel, num_ids, num_experts)
+        self.bounds = (numel, length, blocks, block_size, num_experts)
+        self.in_one = (numel, num_ids, length, blocks, block_size, num_experts)
+        self.grid = (num_experts, 1, 1)
+        mapped, named = ("MAPPED", map is not None), ("NAMED", names is not None)
+        experts, part, step = ("EXPERTS", width), ("PART", _PART), ("STEP", _STEP)
+        if self.parts == 0:
+            kinds = (ids, map, names, block_size)
+            self.programs: tuple[Program, ...] = (
+                program(_align_in_one, device, kinds, (mapped, named, experts, part)),
+            )
+            return
+        rows = ("ROWS", max(1, 8192 // width))
+        self.programs = (
+            program(_count, device, (ids, map), (mapped, part, experts)),
+            program(_offsets, device, (names, block_size), (named, experts, rows, step)),
+            program(_scatter, device, (ids, map), (mapped, part, experts, step)),
+        )
+
+    def __call__(
+        self, launch: Launcher, ids: object, map: object, names: object, sorted_ids: object, expert_ids: object, used: object,
+        counts: object, offsets: object,
+    ) -> None:  # fmt: skip
+        """Writes the three results of `moe_cpu.align.moe_align_block_size` to given memory, whose content before does not matter.
+
+        Args:
+            launch: what the pointers here are for.
+            ids: contiguous.
+            map: `[num_ids]`, id -> expert, before sorting; what it maps outside [0, num_experts) is left out. None: an id is its expert.
+            names: `[num_experts]`, what a block's entry of `expert_ids` says for an expert. None: the expert itself.
+            counts, offsets: scratch memory.
+        """
+        if self.parts == 0:
+            (one,) = self.programs
+            launch(one, self.grid, ids, map, names, sorted_ids, expert_ids, used, *self.in_one)
+            return
+        count, offset, scatter = self.programs
+        launch(count, (self.parts, 1, 1), ids, map, counts, *self.sizes)
+        launch(
+            offset, self.grid, counts, offsets, names, sorted_ids, expert_ids, used, self.parts, *self.bounds
+        )
+        launch(scatter, (self.parts, _PART // _STEP, 1), ids, map, offsets, sorted_ids, *self.sizes)
+
+
+@functools.lru_cache(maxsize=1024)
+def sort_for(*what: object) -> Sort:
+    """A `Sort` that is kept."""
+    return Sort(*what)  # type: ignore[arg-type]
 
 
 def align(
     topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Tensor | None, length: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`align_into` new memory."""
-    device = topk_ids.device
-    sorted_ids = torch.empty(length, dtype=torch.int32, device=device)
-    expert_ids = torch.empty(triton.cdiv(length, block_size), dtype=torch.int32, device=device)
-    used = torch.empty(1, dtype=torch.int32, device=device)
-    scratch = torch.empty(scratch_elements(topk_ids.numel(), num_experts), dtype=torch.int32, device=device)
-    align_into(
-        topk_ids.contiguous(), block_size, num_experts, sorted_ids, expert_ids, used, scratch,
-        num_ids=num_experts, names=expert_map,
+    """`moe_cpu.align.moe_align_block_size` of checked arguments, into new memory."""
+    device = topk_ids.get_device()
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return align(topk_ids, block_size, num_experts, expert_map, length)
+    ids, blocks = topk_ids.contiguous(), triton.cdiv(length, block_size)
+    sort = sort_for(
+        device, ids.numel(), block_size, num_experts, num_experts, length, blocks, ids.dtype, None,
+        None if expert_map is None else expert_map.dtype,
     )  # fmt: skip
-    return sorted_ids, expert_ids, used
+    sizes = (length, blocks, 1, sort.scratch, sort.scratch)
+    results = [torch.empty(n, dtype=torch.int32, device=ids.device) for n in sizes]
+    launch = Launcher(device, sort.programs, (ids, expert_map, *results))
+    at, names, *pointers = launch.pointers
+    sort(launch, at, None, names, *pointers)
+    return results[0], results[1], results[2]

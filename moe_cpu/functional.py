@@ -131,6 +131,11 @@ def fused_experts(
             apply_router_weight_on_input,
             expert_map,
         )
+    if chosen.name == "triton" and size.M > 0 and size.topk > 0 and not inplace:
+        return _on_gpu(
+            chosen, size, hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input,
+            global_num_experts, expert_map, w1_bias, w2_bias,
+        )  # fmt: skip
     return kernel(
         hidden_states, w1, w2, topk_weights, topk_ids, inplace, activation, global_num_experts, expert_map,
         apply_router_weight_on_input=apply_router_weight_on_input, w1_bias=w1_bias, w2_bias=w2_bias,
@@ -174,12 +179,30 @@ def _native(
     return x.copy_(out) if inplace else out
 
 
-def _refuse_backward(**tensors: torch.Tensor | None) -> None:
+def _on_gpu(
+    experts: Any, size: ProblemSize, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor, activation: str, on_input: bool, global_num_experts: int, expert_map: torch.Tensor | None,
+    w1_bias: torch.Tensor | None, w2_bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """The Triton layer on checked arguments, past the modular kernel: for a few tokens, launches take the GPU less time than its stages take the host."""
+    if torch.is_grad_enabled():
+        _refuse_backward(
+            "triton", hidden_states=x, w1=w1, w2=w2, topk_weights=topk_weights, w1_bias=w1_bias, w2_bias=w2_bias
+        )  # fmt: skip
+    out = torch.empty((size.M, size.K), dtype=x.dtype, device=x.device)
+    experts.layer(
+        size.E, out, weight_input(x, topk_weights) if on_input else x, w1, w2, None if on_input else topk_weights, topk_ids,
+        activation, global_num_experts, expert_map, w1_bias, w2_bias,
+    )  # fmt: skip
+    return out
+
+
+def _refuse_backward(backend: str = "native", **tensors: torch.Tensor | None) -> None:
     if not torch.is_grad_enabled():
         return
     names = [name for name, tensor in tensors.items() if tensor is not None and tensor.requires_grad]
     if names:
-        raise no_backward_error("native", names)
+        raise no_backward_error(backend, names)
 
 
 graph_op.define(fused_experts)

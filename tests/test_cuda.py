@@ -13,6 +13,8 @@ from moe_cpu.experts import list_backends
 from moe_cpu.experts.cpu import SelectedExperts
 from moe_cpu.experts.triton import TritonExperts
 
+triton_program = pytest.importorskip("moe_cpu.triton_program", exc_type=ImportError)
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
@@ -122,6 +124,54 @@ def test_two_streams_do_not_share_scratch():
                 got.append(call(c))
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("M", [1, 3, 40, 700])
+def test_later_launches_go_past_triton(M, monkeypatch):
+    """The first call compiles, the next ones add addresses to what it found, with the same bits."""
+    case = make_case(M=M, K=128, I=64, E=8, topk=8, bias=True, routing="some_skipped", seed=16)
+    gpu, experts = moved(case), TritonExperts()
+    first, second = torch.empty_like(gpu.x), torch.empty_like(gpu.x)
+
+    def run(out: torch.Tensor) -> None:
+        experts.apply_weighted(
+            out, gpu.x, gpu.w1, gpu.w2, gpu.topk_weights, gpu.topk_ids, "silu", w1_bias=gpu.w1_bias, w2_bias=gpu.w2_bias
+        )  # fmt: skip
+
+    run(first)
+    monkeypatch.setattr(triton_program.Program, "through_triton", None)
+    run(second)
+    assert torch.equal(first, second)
+    case.check(second.cpu())
+
+
+@pytest.mark.parametrize("M", [1, 40])
+def test_tensors_that_are_not_aligned(M):
+    """After a call whose machine code relies on alignment."""
+    case = make_case(M=M, K=128, I=64, E=4, topk=2, seed=17)
+    gpu = moved(case)
+    call(gpu)
+
+    def shifted(t: torch.Tensor) -> torch.Tensor:
+        room = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
+        return room[1:].view(t.shape).copy_(t)
+
+    for names in (["x"], ["w1"], ["w2"], ["topk_ids", "topk_weights"]):
+        case.check(
+            call(gpu.with_(**{name: shifted(getattr(gpu, name)) for name in names})).cpu(), names=names
+        )
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_tensors_on_another_device_than_the_current_one():
+    case = make_case(M=40, K=128, I=64, E=4, topk=2, seed=18)
+    other = moved(case, "cuda:1")
+    for _ in range(2):
+        case.check(call(other).cpu())
+    got = moe_align_block_size(other.topk_ids, 16, 4)
+    for mine, want in zip(got, moe_align_block_size(case.topk_ids, 16, 4), strict=True):
+        assert mine.device == other.x.device
+        assert torch.equal(mine.cpu(), want)
 
 
 def test_same_bits_every_time():

@@ -196,6 +196,30 @@ def test_an_id_out_of_range_is_skipped_or_refused_on_request():
         run(case.with_(topk_ids=ids), check_ids=True)
 
 
+def test_after_the_first_launch_addresses_go_to_the_machine_code():
+    from moe_cpu.triton_program import Program
+
+    seen = []
+
+    class Kernel:
+        arg_names = ("pointer", "number", "BLOCK")
+
+        def __getitem__(self, grid):
+            def launch(*arguments, **values):
+                seen.append((grid, arguments, values))
+                return self
+
+            return launch
+
+    program = Program(Kernel(), {"BLOCK": 8}, {"num_warps": 4, "num_stages": 3})
+    program.through_triton((2, 1, 1), False, "tensor", 5)
+    assert program.compiled is None
+    program.through_triton((2, 1, 1), True, "tensor", 5)
+    program.direct((2, 1, 1), 77, 4096, 5)
+    usual = ((2, 1, 1), ("tensor", 5), {"BLOCK": 8, "num_warps": 4, "num_stages": 3})
+    assert seen == [usual, usual, ((2, 1, 1), (4096, 5, 8), {"stream": 77})]
+
+
 def test_scratch_is_reused():
     case = make_case(M=20, K=64, I=32, E=4, topk=2, seed=6)
     experts = TritonExperts()

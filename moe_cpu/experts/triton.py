@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
@@ -103,9 +104,9 @@ class TritonExperts(FusedMoEPermuteExpertsUnpermute):
         check_no_scales(
             w1_scale=w1_scale, w2_scale=w2_scale, w1_zp=w1_zp, w2_zp=w2_zp, a1q_scale=a1q_scale, a2_scale=a2_scale
         )  # fmt: skip
-        from moe_cpu.experts import triton_layer
-
         if hidden_states.dim() == 3:
+            from moe_cpu.experts import triton_layer
+
             E, T, K = hidden_states.shape
             if (E, K) != (w2.shape[0], w2.shape[1]):
                 expected = (w2.shape[0], T, w2.shape[1])
@@ -118,10 +119,11 @@ class TritonExperts(FusedMoEPermuteExpertsUnpermute):
         size = check_call(
             hidden_states, w1, w2, None, topk_ids, activation, False, global_num_experts, expert_map, w1_bias, w2_bias
         )  # fmt: skip
-        self._check_ids(topk_ids, global_num_experts, size.E, expert_map)
+        if self.check_ids:
+            self._check_ids(topk_ids, global_num_experts, size.E, expert_map)
         shape = (size.M, size.topk, size.K)
         out = result_memory(shape, hidden_states.dtype, hidden_states.device, workspace13)
-        triton_layer.routed(
+        self._routed(
             self._scratch, self.plan, out, hidden_states, w1, w2, None, topk_ids, activation, expert_map, w1_bias, w2_bias
         )  # fmt: skip
         return out
@@ -152,20 +154,47 @@ class TritonExperts(FusedMoEPermuteExpertsUnpermute):
         size = check_call(
             hidden_states, w1, w2, topk_weights, topk_ids, activation, False, global_num_experts, expert_map, w1_bias, w2_bias
         )  # fmt: skip
-        self._check_ids(topk_ids, global_num_experts, size.E, expert_map)
-        from moe_cpu.experts import triton_layer
-
         weights = None if apply_router_weight_on_input else topk_weights
-        triton_layer.routed(
-            self._scratch, self.plan, output, hidden_states, w1, w2, weights, topk_ids, activation, expert_map, w1_bias, w2_bias,
+        self.layer(
+            size.E, output, hidden_states, w1, w2, weights, topk_ids, activation, global_num_experts, expert_map, w1_bias, w2_bias
+        )  # fmt: skip
+
+    def layer(
+        self,
+        E: int,
+        output: torch.Tensor,
+        x: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        topk_ids: torch.Tensor,
+        activation: str,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        w1_bias: torch.Tensor | None,
+        w2_bias: torch.Tensor | None,
+    ) -> None:
+        """`apply_weighted` on checked arguments; without `topk_weights` the sum is not weighted.
+
+        Raises: ExpertIdError when ids are checked.
+        """
+        if self.check_ids:
+            self._check_ids(topk_ids, global_num_experts, E, expert_map)
+        self._routed(
+            self._scratch, self.plan, output, x, w1, w2, topk_weights, topk_ids, activation, expert_map, w1_bias, w2_bias,
             reduce=True,
         )  # fmt: skip
+
+    @functools.cached_property
+    def _routed(self) -> Any:
+        from moe_cpu.experts import triton_layer
+
+        return triton_layer.routed
 
     def _check_ids(
         self, topk_ids: torch.Tensor, global_num_experts: int, E: int, expert_map: torch.Tensor | None
     ) -> None:
-        if self.check_ids:
-            check_expert_ids(topk_ids, resolve_num_experts(global_num_experts, E, expert_map))
+        check_expert_ids(topk_ids, resolve_num_experts(global_num_experts, E, expert_map))
 
 
 def _gpu() -> tuple[bool, str]:

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 # A vector load takes 16 bytes, and a line of L2 has 128.
 _ALIGNMENT = 128
+
+
+class Pieces:
+    """How a call carves a block: numbers of elements and dtypes, one behind the other, none overlapping another."""
+
+    def __init__(self, wanted: Sequence[tuple[int, torch.dtype]]) -> None:
+        self.spans: list[tuple[int, int, torch.dtype]] = []
+        end = 0
+        for elements, dtype in wanted:
+            size = elements * dtype.itemsize
+            self.spans.append((end, end + size, dtype))
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self.starts = [start for start, _, _ in self.spans]
+        self.bytes = end
 
 
 class DeviceScratch(threading.local):
@@ -21,38 +36,38 @@ class DeviceScratch(threading.local):
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._blocks: dict[tuple[int, int], torch.Tensor] = {}
         self._captured: list[torch.Tensor] = []
 
     def __reduce__(self) -> tuple[type[DeviceScratch], tuple[()]]:
         return DeviceScratch, ()
 
-    def take(
-        self, device: torch.device, wanted: Sequence[tuple[int, torch.dtype]]
-    ) -> tuple[torch.Tensor, ...]:
-        """Flat tensors of the numbers of elements and dtypes asked for, none overlapping another."""
-        on_gpu = device.type == "cuda"
-        stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
-        starts, end = [], 0
-        for elements, dtype in wanted:
-            starts.append(end)
-            end += -(-elements * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    def take(self, device: int, stream: int, pieces: Pieces, addresses: bool) -> Sequence[Any]:
+        """The pieces, as flat tensors or as addresses.
+
+        Args:
+            device: index of the GPU, the current one; -1 for the CPU.
+            stream: handle of the current stream.
+        """
         block = self._blocks.get((device, stream))
+        if block is None or block.numel() < pieces.bytes:
+            block = self._grow(device, stream, pieces.bytes)
+        if device >= 0 and torch.cuda.is_current_stream_capturing() and not self._is_kept(block):
+            self._captured.append(block)
+        if addresses:
+            base = block.data_ptr()
+            return [base + start for start in pieces.starts]
+        with torch.inference_mode(False), torch.no_grad():
+            return [block[start:end].view(dtype) for start, end, dtype in pieces.spans]
+
+    def _grow(self, device: int, stream: int, size: int) -> torch.Tensor:
+        self._blocks.pop((device, stream), None)  # let go of the old block before asking for a larger one
         # Memory made in inference mode could not be written outside of it, and the next call may be outside.
         with torch.inference_mode(False), torch.no_grad():
-            if block is None or block.numel() < end:
-                self._blocks.pop(
-                    (device, stream), None
-                )  # let go of the old block before asking for a larger one
-                block = torch.empty(end, dtype=torch.uint8, device=device)
-                self._blocks[device, stream] = block
-            if (
-                on_gpu
-                and torch.cuda.is_current_stream_capturing()
-                and all(block is not kept for kept in self._captured)
-            ):
-                self._captured.append(block)
-            return tuple(
-                block[start : start + elements * dtype.itemsize].view(dtype)
-                for start, (elements, dtype) in zip(starts, wanted, strict=True)
-            )
+            place = torch.device("cpu") if device < 0 else torch.device("cuda", device)
+            block = torch.empty(size, dtype=torch.uint8, device=place)
+        self._blocks[device, stream] = block
+        return block
+
+    def _is_kept(self, block: torch.Tensor) -> bool:
+        return any(block is kept for kept in self._captured)
