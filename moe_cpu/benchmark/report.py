@@ -105,8 +105,9 @@ class Report:
         Raises:
             ArgumentError: another schema.
         """
-        if data.get("schema") != SCHEMA:
-            raise ArgumentError(f"results: expected schema {SCHEMA}, got {data.get('schema')!r}")
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if schema != SCHEMA:
+            raise ArgumentError(f"results: expected schema {SCHEMA}, got {schema!r}")
         ceilings = data["ceilings"]
         rows = [_row(row) for row in data["rows"]]
         return cls(
