@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from moe_cpu import ops
+
 VARIABLE = "MOE_CPU_VLLM_LIBRARY"
 
 _loaded: str | None = None
@@ -40,5 +42,8 @@ def operators() -> Any:
 
 
 def has_amx() -> bool:
-    """Whether the loaded build can use AMX: the one for AMX hosts is called ``_C``, and the CPU must allow it."""
-    return _loaded is not None and Path(_loaded).name.startswith("_C.") and torch.cpu._is_amx_tile_supported()
+    """Whether vLLM's kernels can use AMX here: only the build for AMX hosts carries SGLang's operators, and the CPU and its kernel must allow it.
+
+    The builds for other hosts accept "amx" too, and compute something else; a library's file name says nothing once it has been copied.
+    """
+    return hasattr(torch.ops._C, "fused_experts_cpu") and ops.isa_why_not("amx") is None
