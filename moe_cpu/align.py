@@ -7,9 +7,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from moe_cpu import ops
+from moe_cpu import align_ops, ops
 from moe_cpu.checks import ID_DTYPES, check_expert_ids
-from moe_cpu.errors import ArgumentError, DTypeError, device_error, dtype_name, shape_error
+from moe_cpu.errors import ArgumentError, device_error, dtype_error, shape_error
 
 _LIMIT = 2**31
 
@@ -29,7 +29,7 @@ def moe_align_block_size(
         topk_ids: `[M, topk]` int32 or int64, any strides; ids in [0, num_experts), -1 = no expert (left out).
         block_size: rows of one block, at least 1.
         num_experts: global number of experts.
-        expert_map: `[num_experts]` int32, global to local id, -1 = on another rank.
+        expert_map: `[num_experts]` int32 or int64, global to local id, -1 = on another rank.
         pad_sorted_ids: round the length of the first result up to a multiple of `block_size`.
         check_ids: for CUDA tensors, whose ids the host does not see: wait for the GPU and refuse an id out of range, which is left out like -1
             otherwise. CPU tensors are always checked.
@@ -53,14 +53,12 @@ def moe_align_block_size(
     if topk_ids.dim() != 2:
         raise shape_error("topk_ids", "[M, topk]", (), topk_ids.shape, hint="one row per token")
     if topk_ids.dtype not in ID_DTYPES:
-        raise DTypeError(
-            f"topk_ids: expected int32 or int64, got {dtype_name(topk_ids.dtype)}; convert it with .to(torch.int32)"
-        )
+        raise dtype_error("topk_ids", "int32 or int64", topk_ids.dtype, "pass topk_ids.to(torch.int32)")
     if block_size < 1:
         raise ArgumentError(f"block_size: expected at least 1, got {block_size}")
     if num_experts < 1:
         raise ArgumentError(f"num_experts: expected at least 1, got {num_experts}")
-    length = ops.aligned_length(topk_ids.numel(), block_size, num_experts, pad_sorted_ids)
+    length = align_ops.aligned_length(topk_ids.numel(), block_size, num_experts, pad_sorted_ids)
     if length >= _LIMIT:
         raise ArgumentError(
             f"sorted_token_ids: numel + num_experts * (block_size - 1) = {topk_ids.numel()} + {num_experts} * {block_size - 1} = {length} "
@@ -72,8 +70,10 @@ def moe_align_block_size(
         if expert_map.device != topk_ids.device:
             raise device_error("expert_map", topk_ids.device, expert_map.device)
         if expert_map.dtype not in ID_DTYPES:
-            raise DTypeError(f"expert_map: expected int32, got {dtype_name(expert_map.dtype)}")
-        expert_map = expert_map.to(torch.int32).contiguous()
+            raise dtype_error(
+                "expert_map", "int32 or int64", expert_map.dtype, "pass expert_map.to(torch.int32)"
+            )
+        expert_map = ops.as_int32(expert_map)
     if check_ids and topk_ids.is_cuda:
         check_expert_ids(topk_ids, num_experts)
     if topk_ids.is_cuda or (topk_ids.is_cpu and ops.available()):
@@ -81,7 +81,7 @@ def moe_align_block_size(
             return torch.ops.moe_cpu.moe_align_block_size(
                 topk_ids, block_size, num_experts, expert_map, pad_sorted_ids
             )
-        align = align_on_cuda if topk_ids.is_cuda else ops.moe_align_block_size
+        align = align_on_cuda if topk_ids.is_cuda else align_ops.moe_align_block_size
         return align(topk_ids, block_size, num_experts, expert_map, pad_sorted_ids)
     return _align_in_torch(topk_ids, block_size, num_experts, expert_map, length)
 
@@ -90,7 +90,7 @@ def align_on_cuda(
     topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Tensor | None, pad_sorted_ids: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`moe_align_block_size` of checked arguments on the GPU, by Triton where it is installed."""
-    length = ops.aligned_length(topk_ids.numel(), block_size, num_experts, pad_sorted_ids)
+    length = align_ops.aligned_length(topk_ids.numel(), block_size, num_experts, pad_sorted_ids)
     if find_spec("triton") is None:
         return _align_in_torch(topk_ids, block_size, num_experts, expert_map, length)
     from moe_cpu import align_triton

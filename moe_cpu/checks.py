@@ -12,6 +12,8 @@ import torch
 
 from moe_cpu.errors import (
     ArgumentError,
+    device_error,
+    dtype_error,
     expert_id_error,
     shape_error,
     unknown_name_error,
@@ -77,6 +79,8 @@ def moe_problem_size(a1: torch.Tensor, w1: Any, w2: Any, topk_ids: torch.Tensor)
             raise shape_error("w2", "[E, K, I]", (), () if w2 is None else w2.shape)
         E, N = w1.shape[0], w1.shape[1]
         K = w2.shape[1]
+        if w2.shape[0] != E:
+            raise shape_error("w2", "[E, K, I]", (E, K, w2.shape[2]), w2.shape, hint="E is w1.size(0)")
     if topk_ids.dim() != 2:
         raise shape_error("topk_ids", "[M, topk]", (), topk_ids.shape, hint="one row per token")
     if a1.dim() == 2:
@@ -133,6 +137,7 @@ def check_call(
                 and width * inner == N
                 and dtype == w2.dtype
                 and dtype in FLOAT_DTYPES
+                and inner > 0
             )
             if on_cpu:
                 good = good and w1.is_cpu and w2.is_cpu
@@ -144,7 +149,11 @@ def check_call(
             good = w2 is None and on_cpu and (width == 1) == (w1.gate_layout == "none")
             good = good and w1_bias is None and w2_bias is None
         good = (
-            good and x_columns == K and rows == M and topk_ids.dtype in ID_DTYPES and x_dtype in FLOAT_DTYPES
+            good
+            and x_columns == K > 0
+            and rows == M
+            and topk_ids.dtype in ID_DTYPES
+            and x_dtype in FLOAT_DTYPES
         )
         good = good and (x_dtype != torch.float64 or dtype == torch.float64)
         if topk_weights is not None:
@@ -181,6 +190,41 @@ def check_call(
         w1_bias,
         w2_bias,
     )
+
+
+def check_batched_call(
+    hidden_states: torch.Tensor,
+    w1: Any,
+    w2: Any,
+    activation: str,
+    expert_num_tokens: torch.Tensor | None = None,
+    w1_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+) -> ProblemSize:
+    """`check_call` for batched `hidden_states [E, max_num_tokens, K]`, where M is max_num_tokens and topk is one.
+
+    Counts in `expert_num_tokens [E]` are not read here: each backend checks them where it reads them.
+    Raises: ShapeError, DTypeError, DeviceError, ArgumentError.
+    """
+    x = hidden_states
+    if x.dim() != 3:
+        raise shape_error("hidden_states", "[E, max_num_tokens, K]", (), x.shape)
+    # The same call with no token says what is wrong with the weights, and whether they go with the dtype and the device.
+    token, ids = x.new_empty((0, x.shape[2])), x.new_empty((0, 1), dtype=torch.int32)
+    E = w1.shape[0] if len(getattr(w1, "shape", ())) == 3 else x.shape[0]
+    K = w2.shape[1] if isinstance(w2, torch.Tensor) and w2.dim() == 3 else getattr(w1, "K", x.shape[2])
+    sound = is_packed(w1, w2) or (isinstance(w1, torch.Tensor) and w1.dim() == 3 and w1.shape[2] == K)
+    if sound and (x.shape[0] != E or x.shape[2] != K):
+        raise shape_error("hidden_states", "[E, max_num_tokens, K]", (E, x.shape[1], K), x.shape)
+    size = check_call(token, w1, w2, None, ids, activation, w1_bias=w1_bias, w2_bias=w2_bias)
+    if expert_num_tokens is not None:
+        if tuple(expert_num_tokens.shape) != (E,):
+            raise shape_error("expert_num_tokens", "[E]", (E,), expert_num_tokens.shape)
+        if expert_num_tokens.dtype not in ID_DTYPES:
+            raise dtype_error("expert_num_tokens", "int32 or int64", expert_num_tokens.dtype)
+        if expert_num_tokens.device != x.device:
+            raise device_error("expert_num_tokens", x.device, expert_num_tokens.device)
+    return size._replace(M=x.shape[1])
 
 
 def _like(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -94,11 +94,30 @@ def device_error(name: str, expected: Any, got: Any, other: str = "hidden_states
 
 
 def expert_id_error(row: int, slot: int, value: int, num_experts: int) -> ExpertIdError:
-    """`topk_ids[3, 1]: expected an id in [0, 8) or -1, got 9`."""
+    """`topk_ids[3, 1]: expected an expert id in [0, 8) or -1, got 9`."""
     return ExpertIdError(
         f"topk_ids[{row}, {slot}]: expected an expert id in [0, global_num_experts) = [0, {num_experts}), or -1 for "
-        f"no expert, got {value}; with experts on several ranks pass global_num_experts and expert_map"
+        f"no expert, got {value}; with experts on several ranks pass expert_map [global_num_experts]"
     )
+
+
+def expert_map_error(index: int, value: int, E: int) -> ExpertIdError:
+    """`expert_map[5]: expected a local expert id in [0, 3) or -1, got 7`."""
+    return ExpertIdError(
+        f"expert_map[{index}]: expected a local expert id in [0, E) = [0, {E}), or -1 for an expert on another rank, got {value}"
+    )
+
+
+def token_count_error(expert: int, value: int, max_num_tokens: int) -> ArgumentError:
+    """`expert_num_tokens[2]: expected a count in [0, 16], got 17`."""
+    return ArgumentError(
+        f"expert_num_tokens[{expert}]: expected a count in [0, max_num_tokens] = [0, {max_num_tokens}], got {value}"
+    )
+
+
+def out_of_memory_error(what: str, size: int) -> OutOfMemory:
+    """`scratch memory: 68719476736 bytes could not be had; split the tokens into several calls`."""
+    return OutOfMemory(f"{what}: {size} bytes could not be had; split the tokens into several calls")
 
 
 def no_backward_error(backend: str, names: Sequence[str]) -> NoBackward:

@@ -94,6 +94,8 @@ def _explain_weights(x: Any, w1: Any, w2: Any, width: int, activation: str) -> t
     if tuple(w2.shape) != wanted or w1.shape[1] % width:
         hint = f"{activation} is {'gated: N = 2*I rows of w1' if width == 2 else 'not gated: w1 has I rows'}"
         raise shape_error("w2", "[E, K, I]", wanted, w2.shape, dtype=w2.dtype, hint=hint)
+    if K == 0 or w2.shape[2] == 0:
+        raise shape_error("w2", "[E, K, I] with K and I of at least 1", (), w2.shape, dtype=w2.dtype)
     for name, weight in (("w1", w1), ("w2", w2)):
         if weight.dtype not in FLOAT_DTYPES:
             raise dtype_error(name, "bf16, fp16, fp32 or fp64", weight.dtype)
@@ -152,4 +154,4 @@ def _explain_map(E: int, global_num_experts: int, expert_map: Any) -> None:
     if expert_map.dim() != 1 or (global_num_experts != -1 and expert_map.shape[0] != global_num_experts):
         raise shape_error("expert_map", "[global_num_experts]", (expected,), expert_map.shape)
     if expert_map.dtype not in ID_DTYPES:
-        raise dtype_error("expert_map", "int32", expert_map.dtype, "pass expert_map.to(torch.int32)")
+        raise dtype_error("expert_map", "int32 or int64", expert_map.dtype, "pass expert_map.to(torch.int32)")

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moe_cpu.checks import is_packed
+from moe_cpu.errors import ArgumentError
 from moe_cpu.packing import PackedExperts
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ def record(
     backend: str,
 ) -> torch.Tensor:
     """Calls the operator; a `PackedExperts` goes in as its tensors and sizes, which is all a graph can hold."""
-    packed = isinstance(w1, PackedExperts)
+    packed = is_packed(w1, w2)
     if packed:
         w1, w2, w1_bias, w2_bias, sizes, layout = (
             w1.w1,
@@ -72,8 +74,10 @@ def define(call: Callable[..., torch.Tensor]) -> None:
         first: Any = w1
         second: Any = w2
         if packed_layout:
+            if len(packed_sizes) != 2:
+                raise ArgumentError(f"packed_sizes: expected [K, I], got {packed_sizes}")
             K, inner = packed_sizes
-            first = PackedExperts(w1, w2, w1_bias, w2_bias, K=K, I=inner, gate_layout=packed_layout)
+            first = PackedExperts.from_tensors(w1, w2, w1_bias, w2_bias, K, inner, packed_layout)
             second = w1_bias = w2_bias = None
         return call(
             hidden_states, first, second, topk_weights, topk_ids, False, activation, apply_router_weight_on_input,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_cpu.checks import check_expert_ids
-from moe_cpu.errors import ArgumentError, ExpertIdError, shape_error
+from moe_cpu.errors import expert_map_error, shape_error, token_count_error
 
 
 def local_expert_ids(topk_ids: torch.Tensor, E: int, expert_map: torch.Tensor | None) -> torch.Tensor:
@@ -23,10 +23,7 @@ def local_expert_ids(topk_ids: torch.Tensor, E: int, expert_map: torch.Tensor | 
     low, high = torch.aminmax(expert_map)
     if int(low) < -1 or int(high) >= E:
         index = int(((expert_map < -1) | (expert_map >= E)).nonzero()[0])
-        raise ExpertIdError(
-            f"expert_map[{index}]: expected a local expert id in [0, E) = [0, {E}), or -1 for an expert on another rank, "
-            f"got {int(expert_map[index])}"
-        )
+        raise expert_map_error(index, int(expert_map[index]), E)
     ids = topk_ids.long()
     # A negative index would wrap around to a real expert, so -1 reads entry 0 and is then put back.
     return torch.where(ids < 0, -1, expert_map.long()[ids.clamp(min=0)])
@@ -53,7 +50,5 @@ def rows_of_experts(expert_num_tokens: torch.Tensor | None, E: int, max_num_toke
     rows: list[int] = expert_num_tokens.tolist()
     for expert, count in enumerate(rows):
         if not 0 <= count <= max_num_tokens:
-            raise ArgumentError(
-                f"expert_num_tokens[{expert}]: expected a count in [0, max_num_tokens] = [0, {max_num_tokens}], got {count}"
-            )
+            raise token_count_error(expert, count, max_num_tokens)
     return rows

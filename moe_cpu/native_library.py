@@ -12,11 +12,12 @@ import torch  # first: the library then shares torch's OpenMP runtime instead of
 
 from moe_cpu.errors import (
     ArgumentError,
-    ExpertIdError,
     IsaUnavailable,
     MoEError,
     NativeLibraryMissing,
-    OutOfMemory,
+    expert_id_error,
+    expert_map_error,
+    token_count_error,
 )
 
 ABI_VERSION = 1
@@ -24,7 +25,7 @@ FILE_NAME = "libmoe_cpu.so"
 PATH_VARIABLE = "MOE_CPU_LIBRARY"
 
 OK, BAD_EXPERT_ID, ISA_UNAVAILABLE, SCRATCH_TOO_SMALL, BAD_ARGUMENT = 0, 1, 2, 3, 4
-TOO_LARGE, NO_MEMORY, BAD_TOKEN_COUNT, BAD_EXPERT_MAP = 5, 6, 7, 8
+TOO_LARGE, BAD_TOKEN_COUNT, BAD_EXPERT_MAP = 5, 7, 8
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int32: 3, torch.int64: 4}
 ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "swigluoai": 3, "relu2": 4}
@@ -111,6 +112,11 @@ def why_not() -> str | None:
     return _reason
 
 
+def forced_but_missing() -> bool:
+    """Whether ``MOE_CPU_LIBRARY`` names a library that cannot be used."""
+    return bool(os.environ.get(PATH_VARIABLE)) and why_not() is not None
+
+
 def library() -> ctypes.CDLL:
     """The loaded library. Raises NativeLibraryMissing with the reason when there is none."""
     if _library is None and why_not() is not None:
@@ -124,22 +130,15 @@ def failure(status: int, info: ctypes.Array[ctypes.c_int64], what: str, topk: in
     a, b, c = info[0], info[1], info[2]
     if status == BAD_EXPERT_ID:
         row, slot = divmod(a, max(topk, 1))
-        return ExpertIdError(
-            f"topk_ids[{row}, {slot}]: expected an expert id in [0, {c}) or -1 (no expert), got {b}; "
-            f"ids are global, so with expert_map pass global_num_experts = len(expert_map)"
-        )
+        return expert_id_error(row, slot, b, c)
     if status == BAD_EXPERT_MAP:
-        return ExpertIdError(
-            f"expert_map[{a}]: expected a local expert in [0, {c}) or -1 (on another rank), got {b}"
-        )
+        return expert_map_error(a, b, c)
     if status == BAD_TOKEN_COUNT:
-        return ArgumentError(f"expert_num_tokens[{a}]: expected 0 .. max_num_tokens = {c}, got {b}")
+        return token_count_error(a, b, c)
     if status == TOO_LARGE:
         return ArgumentError(f"{what}: {a} exceeds the limit of {b}; split the tokens into several calls")
     if status == ISA_UNAVAILABLE:
         return IsaUnavailable(
             f"{what}: instruction set number {a} cannot run on this CPU; see `moe-cpu info`"
         )
-    if status == NO_MEMORY:
-        return OutOfMemory(f"{what}: {a} bytes of memory could not be had")
     return ArgumentError(f"{what}: the native library refused the call (status {status}, {a}, {b}, {c})")

@@ -1,10 +1,8 @@
-"""The native operations as typed Python functions, and as ``torch.ops.moe_cpu``.
+"""One layer call by the native library, as typed Python functions that go straight to C.
 
 Functions here trust their callers: shapes, dtypes and devices have been checked (`moe_cpu.checks`). What only the data can tell, an expert id out of
-range, the native code checks before it touches anything.
-
-An eager call goes straight to the C function; the dispatcher's few microseconds are only spent where a graph is being traced. The torch operators carry
-fake kernels, so ``torch.compile(fullgraph=True)`` sees one opaque node.
+range, the native code checks before it writes anything. The same as torch operators, for graphs: `moe_cpu.torch_ops`. Packing: `moe_cpu.pack_ops`;
+sorting ids: `moe_cpu.align_ops`.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_cpu import native_library as native
-from moe_cpu.errors import IsaUnavailable
+from moe_cpu.errors import ArgumentError, IsaUnavailable, dtype_name, out_of_memory_error
 
 if TYPE_CHECKING:
     from moe_cpu.packing import PackedExperts
@@ -41,15 +39,26 @@ class _PerThread(threading.local):
         self.scratch_bytes = 0
 
     def grow(self, size: int) -> None:
-        self.scratch = torch.empty(0, dtype=torch.uint8)  # let go of the old one first
-        self.scratch = torch.empty(size, dtype=torch.uint8)
+        # Let go of the old one first, addresses too: the new one may not be had.
+        self.scratch = torch.empty(0, dtype=torch.uint8)
+        self.scratch_address, self.scratch_bytes = 0, 0
+        try:
+            self.scratch = torch.empty(size, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise out_of_memory_error("scratch memory of one call", size) from error
         self.scratch_address, self.scratch_bytes = self.scratch.data_ptr(), size
 
 
 _mine = _PerThread()
 _isas: tuple[str, ...] | None = None
-# Answers with the number of the instruction set that calls without one use; `moe_cpu.isa`, which decides, puts itself here.
-active_isa: Callable[[], int] = lambda: 0  # noqa: E731
+
+
+def _undecided() -> int:
+    raise IsaUnavailable("no instruction set has been chosen: moe_cpu.isa, which chooses, was not imported")
+
+
+# Answers with the number of the instruction set that calls without one use; `moe_cpu.isa` puts itself here.
+active_isa: Callable[[], int] = _undecided
 
 
 def available() -> bool:
@@ -131,6 +140,7 @@ def layer(
         scratch_address, scratch_bytes = mine.scratch_address, mine.scratch_bytes
     else:
         scratch_address, scratch_bytes = scratch.data_ptr(), scratch.numel() * scratch.element_size()
+    w1_bias, w2_bias = packed._w1_bias, packed._w2_bias  # past the properties: this is the hot path
     index = isa if type(isa) is int else _isa_index(isa)
     x_dtype, threads = native.DTYPE_CODES[x.dtype], torch.get_num_threads()
     while True:
@@ -141,7 +151,8 @@ def layer(
             ids_address, ids_token, ids_slot, weights_address, weights_token, weights_slot,
             0 if expert_map is None else expert_map.data_ptr(),
             0 if expert_num_tokens is None else expert_num_tokens.data_ptr(),
-            packed.w1_address, packed.w2_address, packed.w1_bias_address, packed.w2_bias_address,
+            packed._w1.data_ptr(), packed._w2.data_ptr(),
+            0 if w1_bias is None else w1_bias.data_ptr(), 0 if w2_bias is None else w2_bias.data_ptr(),
             out.data_ptr(), scratch_address, scratch_bytes,
             x_dtype, ids_dtype, weights_dtype,
             native.ACTIVATION_CODES[activation], packed.gate_layout_code, mode, index, threads,
@@ -149,10 +160,22 @@ def layer(
         status = call(mine.block_address, mine.info_address)
         if status == 0:
             return out
-        if status != native.SCRATCH_TOO_SMALL or scratch is not None:
+        if status == native.SCRATCH_TOO_SMALL and scratch is not None:
+            raise ArgumentError(
+                f"workspace2: expected at least {-(-mine.info[0] // scratch.element_size())} elements of {dtype_name(scratch.dtype)}, "
+                f"got {scratch.numel()}; size it with workspace_shapes"
+            )
+        if status != native.SCRATCH_TOO_SMALL:
             raise native.failure(status, mine.info, "fused experts", topk)
         mine.grow(mine.info[0])
         scratch_address, scratch_bytes = mine.scratch_address, mine.scratch_bytes
+
+
+def as_int32(numbers: Tensor) -> Tensor:
+    """Contiguous int32; what does not fit becomes a number that is refused, instead of wrapping around to one that is right."""
+    if numbers.dtype != torch.int32:
+        numbers = numbers.clamp(-(2**31), 2**31 - 1).to(torch.int32)
+    return numbers.contiguous()
 
 
 def layer_scratch_bytes(
@@ -188,11 +211,13 @@ def fused_experts(
         topk_ids: `[M, topk]` int32 or int64, global ids, -1 = no expert.
         activation: "silu", "gelu", "gelu_tanh", "swigluoai" or "relu2".
         expert_map: `[global_num_experts]` int32, contiguous, -1 = on another rank.
-        out: `[M, K]` contiguous in x's dtype, or None for a new tensor.
+        out: `[M, K]` contiguous in x's dtype, or None for a new tensor. It may be x itself: every row of x has been read before the first row of
+            the result is written, and a refused call writes nothing.
         isa: name or number of an instruction set; None = the active one.
-        scratch: memory to work in, at least `layer_scratch_bytes`; None = the calling thread's own.
+        scratch: memory to work in, at least `layer_scratch_bytes`, on a cache line; None = the calling thread's own.
 
     Raises:
+        OutOfMemory: scratch memory cannot be had; ArgumentError: `scratch` is too small.
         ExpertIdError: an id outside [0, global_num_experts) other than -1, with its position.
 
     Numerics: products accumulate in float32; the activation is computed in float32 and rounded to bf16; weights and sum in float32, slots in order;
@@ -239,73 +264,5 @@ def experts_batched(
         ArgumentError: a count outside 0 .. max_num_tokens.
     """
     out = torch.empty(x.shape, dtype=x.dtype) if out is None else out
-    counts = expert_num_tokens.to(dtype=torch.int32).contiguous()
+    counts = as_int32(expert_num_tokens)
     return layer(x, packed, None, None, out, native.BATCHED, activation, None, counts, isa, scratch)
-
-
-def moe_align_block_size(
-    topk_ids: Tensor,
-    block_size: int,
-    num_experts: int,
-    expert_map: Tensor | None = None,
-    pad_sorted_ids: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The native routine behind `moe_cpu.moe_align_block_size`, for CPU tensors."""
-    lib, mine = native.library(), _mine
-    tokens, topk = topk_ids.shape
-    length = aligned_length(tokens * topk, block_size, num_experts, pad_sorted_ids)
-    blocks = -(-length // block_size)
-    sorted_ids = torch.empty(length, dtype=torch.int32)
-    expert_ids = torch.empty(blocks, dtype=torch.int32)
-    post_pad = torch.empty(1, dtype=torch.int32)
-    threads = torch.get_num_threads()
-    needed = lib.moe_align_scratch_bytes(num_experts, threads)
-    if needed > mine.scratch_bytes:
-        mine.grow(needed)
-    status = lib.moe_align_block_size(
-        topk_ids.data_ptr(), native.DTYPE_CODES[topk_ids.dtype], tokens, topk, topk_ids.stride(0), topk_ids.stride(1),
-        block_size, num_experts, None if expert_map is None else expert_map.data_ptr(), length, blocks,
-        sorted_ids.data_ptr(), expert_ids.data_ptr(), post_pad.data_ptr(), mine.scratch_address, threads, mine.info_address,
-    )  # fmt: skip
-    if status != native.OK:
-        raise native.failure(status, mine.info, "moe_align_block_size", topk)
-    return sorted_ids, expert_ids, post_pad
-
-
-def aligned_length(numel: int, block_size: int, num_experts: int, pad_sorted_ids: bool) -> int:
-    """Length of `sorted_token_ids`: every expert may waste block_size - 1 places."""
-    length = numel + num_experts * (block_size - 1)
-    return -(-length // block_size) * block_size if pad_sorted_ids else length
-
-
-def packed_elements(rows: int, cols: int, gate_layout: str) -> int:
-    """bf16 elements of one packed `[rows, cols]` matrix, padding included."""
-    return int(native.library().moe_packed_elements(rows, cols, native.GATE_LAYOUT_CODES[gate_layout]))
-
-
-def pack_expert(dense: Tensor, gate_layout: str, out: Tensor) -> None:
-    """Lays one expert's `[rows, cols]` matrix (bf16 or float32, any strides) out in panels, in `out` (`packed_elements` bf16, contiguous)."""
-    rows, cols = dense.shape
-    status = native.library().moe_pack_expert(
-        dense.data_ptr(), native.DTYPE_CODES[dense.dtype], rows, cols, dense.stride(0), dense.stride(1),
-        native.GATE_LAYOUT_CODES[gate_layout], out.data_ptr(), torch.get_num_threads(), _mine.info_address,
-    )  # fmt: skip
-    if status != native.OK:
-        raise native.failure(status, _mine.info, "pack")
-
-
-def unpack_expert(packed: Tensor, rows: int, cols: int, gate_layout: str) -> Tensor:
-    """The dense `[rows, cols]` bf16 matrix that `pack_expert` was given."""
-    dense = torch.empty((rows, cols), dtype=torch.bfloat16)
-    status = native.library().moe_unpack_expert(
-        packed.data_ptr(),
-        rows,
-        cols,
-        native.GATE_LAYOUT_CODES[gate_layout],
-        dense.data_ptr(),
-        torch.get_num_threads(),
-        _mine.info_address,
-    )
-    if status != native.OK:
-        raise native.failure(status, _mine.info, "unpack")
-    return dense

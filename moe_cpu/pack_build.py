@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_cpu import ops
-from moe_cpu.errors import DeviceError, DTypeError, ShapeError
+from moe_cpu import native_library as native
+from moe_cpu import pack_ops
+from moe_cpu.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 
 
 class Matrices:
@@ -27,6 +28,10 @@ class Matrices:
             if matrix.dim() != 2:
                 raise ShapeError(
                     f"{self.name}: expected one [rows, columns] matrix per expert, got {list(matrix.shape)}"
+                )
+            if 0 in matrix.shape:
+                raise ShapeError(
+                    f"{self.name}: expected at least 1 row and column for every expert (K and I), got {list(matrix.shape)}"
                 )
             if matrix.device.type != "cpu":
                 raise DeviceError(
@@ -56,7 +61,7 @@ class Stack:
         rows, cols = dense.shape
         if self.used == 0:
             self.dense_shape = (rows, cols)
-            self.size = ops.packed_elements(rows, cols, self.gate_layout)
+            self.size = pack_ops.packed_elements(rows, cols, self.gate_layout)
             if self.count is not None:
                 self.buffer = torch.empty((self.count, self.size), dtype=torch.bfloat16)
         elif (rows, cols) != self.dense_shape:
@@ -65,7 +70,7 @@ class Stack:
             )
         if self.buffer is None:
             self.rows.append(torch.empty(self.size, dtype=torch.bfloat16))
-        ops.pack_expert(
+        pack_ops.pack_expert(
             dense, self.gate_layout, self.rows[-1] if self.buffer is None else self.buffer[self.used]
         )
         self.used += 1
@@ -103,14 +108,48 @@ def pairs(first: Matrices, second: Matrices) -> Iterator[tuple[Tensor, Tensor]]:
         yield a, b
 
 
+def check_panels(w1: Tensor, w2: Tensor, K: int, I: int, gate_layout: str) -> tuple[int, int]:
+    """Raises unless `w1` and `w2` are packed matrices of these sizes; returns E and N."""
+    if gate_layout not in native.GATE_LAYOUT_CODES:
+        raise ArgumentError(
+            f"gate_layout: expected one of {', '.join(native.GATE_LAYOUT_CODES)}, got {gate_layout!r}"
+        )
+    if K < 1 or I < 1:
+        raise ShapeError(f"packed weights: expected K and I of at least 1, got K = {K}, I = {I}")
+    N = I if gate_layout == "none" else 2 * I
+    for name, tensor, rows, columns, layout in (("w1", w1, N, K, gate_layout), ("w2", w2, K, I, "none")):
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(f"packed {name}: expected a tensor, got {type(tensor).__name__}")
+        if tensor.device.type != "cpu":
+            raise DeviceError(
+                f"packed {name}: expected a CPU tensor, got {tensor.device}; move it with .cpu()"
+            )
+        elements = pack_ops.packed_elements(rows, columns, layout)
+        if tensor.dtype != torch.bfloat16 or tensor.dim() != 2 or not tensor.is_contiguous():
+            raise ShapeError(
+                f"packed {name}: expected [E, elements] = [E, {elements}] contiguous bf16, got {list(tensor.shape)} {tensor.dtype}"
+            )
+        if tuple(tensor.shape) != (w1.shape[0], elements):
+            raise ShapeError(
+                f"packed {name}: expected [E, elements] = [{w1.shape[0]}, {elements}] contiguous bf16, got {list(tensor.shape)}"
+            )
+    return w1.shape[0], N
+
+
 def float_bias(
-    name: str, bias: Tensor | None, symbols: tuple[str, str], shape: tuple[int, int]
+    name: str, bias: Tensor | None, symbols: tuple[str, str], shape: tuple[int, int], *, copy: bool
 ) -> Tensor | None:
+    """The bias in float32, contiguous, on the CPU. `copy`: even where it is so already, so that a later change of it does not reach the packed weights."""
     if bias is None:
         return None
     if tuple(bias.shape) != shape:
         raise ShapeError(f"{name}: expected [{', '.join(symbols)}] = {list(shape)}, got {list(bias.shape)}")
-    return bias.detach().to(torch.float32).contiguous()
+    if bias.device.type != "cpu":
+        raise DeviceError(f"{name}: expected a CPU tensor, got {bias.device}; move it with .cpu()")
+    if not bias.dtype.is_floating_point:
+        raise DTypeError(f"{name}: expected fp32, bf16 or fp16, got {bias.dtype}")
+    bias = bias.detach().to(torch.float32, memory_format=torch.contiguous_format, copy=copy)
+    return bias.contiguous()
 
 
 def progress_bar(total: int | None, show: bool) -> Any:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from moe_cpu import native_library as native
-from moe_cpu import ops
+from moe_cpu import pack_ops
 from moe_cpu.errors import ArgumentError, DTypeError, ShapeError
-from moe_cpu.pack_build import Matrices, Stack, check_even, float_bias, pairs, progress_bar
+from moe_cpu.pack_build import Matrices, Stack, check_even, check_panels, float_bias, pairs, progress_bar
 
 # Part of a saved file: raised when the layout changes.
 LAYOUT_VERSION = 1
@@ -31,7 +31,8 @@ GATE_LAYOUT_OF_ACTIVATION = {
 class PackedExperts:
     """Weights of E experts as panels, accepted wherever `w1` is (then ``w2=None``).
 
-    Make one with `pack`, `load` or `from_state_dict`.
+    Make one with `pack`, `load` or `from_state_dict`. Its tensors cannot be replaced, but they may move (`share_memory_`), and a copy, a pickle or a
+    worker process's argument has tensors of its own.
 
     Attributes:
         E, K, I, N: local experts, hidden size, intermediate size, rows of a dense w1 (2*I, or I without a gate).
@@ -53,14 +54,30 @@ class PackedExperts:
         I: int,
         gate_layout: str,
     ) -> None:
-        self.w1, self.w2, self.w1_bias, self.w2_bias = w1, w2, w1_bias, w2_bias
+        self._w1, self._w2, self._w1_bias, self._w2_bias = w1, w2, w1_bias, w2_bias
         self.E, self.K, self.I, self.gate_layout = w1.shape[0], K, I, gate_layout
         self.N = I if gate_layout == "none" else 2 * I
         self.gate_layout_code = native.GATE_LAYOUT_CODES[gate_layout]
-        # Looked up once: a call reads four integers instead of asking four tensors.
-        self.w1_address, self.w2_address = w1.data_ptr(), w2.data_ptr()
-        self.w1_bias_address = 0 if w1_bias is None else w1_bias.data_ptr()
-        self.w2_bias_address = 0 if w2_bias is None else w2_bias.data_ptr()
+
+    # Read-only: sizes and checks belong to these very tensors.
+    @property
+    def w1(self) -> Tensor:
+        return self._w1
+
+    @property
+    def w2(self) -> Tensor:
+        return self._w2
+
+    @property
+    def w1_bias(self) -> Tensor | None:
+        return self._w1_bias
+
+    @property
+    def w2_bias(self) -> Tensor | None:
+        return self._w2_bias
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_state_dict, (self.state_dict(),)
 
     # -- what a dense weight would say of itself, for code that looks ---------------------------------------------------------------------
     dtype = torch.bfloat16
@@ -108,8 +125,8 @@ class PackedExperts:
         Args:
             w1: `[E, N, K]` bf16 (nn.Linear row order; any strides), or an iterable of E matrices `[N, K]`.
             w2: `[E, K, I]` bf16, or an iterable of E matrices `[K, I]`.
-            w1_bias: `[E, N]` or None; kept in float32.
-            w2_bias: `[E, K]` or None; kept in float32.
+            w1_bias: `[E, N]` or None; copied, kept in float32.
+            w2_bias: `[E, K]` or None; copied, kept in float32.
             activation: fixes the row order of w1 when `gate_layout` is None.
             gate_layout: "concatenated", "interleaved" or "none".
             dtype: ``torch.bfloat16`` turns float32 or float16 weights into bf16 (round to nearest even); without it they are refused.
@@ -149,8 +166,8 @@ class PackedExperts:
         w1_all, w2_all = packed1.finish(), packed2.finish()
         E, (N, K), (_, I) = w1_all.shape[0], packed1.dense_shape, packed2.dense_shape
         biases = (
-            float_bias("w1_bias", w1_bias, ("E", "N"), (E, N)),
-            float_bias("w2_bias", w2_bias, ("E", "K"), (E, K)),
+            float_bias("w1_bias", w1_bias, ("E", "N"), (E, N), copy=True),
+            float_bias("w2_bias", w2_bias, ("E", "K"), (E, K), copy=True),
         )
         return cls(w1_all, w2_all, *biases, K=K, I=I, gate_layout=gate_layout)
 
@@ -159,8 +176,8 @@ class PackedExperts:
         w1 = torch.empty((self.E, self.N, self.K), dtype=torch.bfloat16)
         w2 = torch.empty((self.E, self.K, self.I), dtype=torch.bfloat16)
         for e in range(self.E):
-            w1[e] = ops.unpack_expert(self.w1[e], self.N, self.K, self.gate_layout)
-            w2[e] = ops.unpack_expert(self.w2[e], self.K, self.I, "none")
+            w1[e] = pack_ops.unpack_expert(self.w1[e], self.N, self.K, self.gate_layout)
+            w2[e] = pack_ops.unpack_expert(self.w2[e], self.K, self.I, "none")
         return w1, w2
 
     def state_dict(self) -> dict[str, Any]:
@@ -172,38 +189,55 @@ class PackedExperts:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> PackedExperts:
-        """The inverse of `state_dict`. Raises ArgumentError for another layout version or scheme, ShapeError for tensors that do not fit."""
+        """The inverse of `state_dict`; tensors are shared, not copied.
+
+        Raises: ArgumentError for another layout version or scheme, ShapeError, DTypeError and DeviceError for tensors that do not fit.
+        """
         if state.get("layout_version") != LAYOUT_VERSION or state.get("scheme") != cls.scheme:
             raise ArgumentError(
                 f"packed weights: expected layout version {LAYOUT_VERSION} and scheme {cls.scheme}, "
                 f"got {state.get('layout_version')} and {state.get('scheme')}; pack the dense weights again"
             )
-        K, I, gate_layout, w1, w2 = state["K"], state["I"], state["gate_layout"], state["w1"], state["w2"]
-        N = I if gate_layout == "none" else 2 * I
-        for name, tensor, rows, cols, layout in (("w1", w1, N, K, gate_layout), ("w2", w2, K, I, "none")):
-            expected = (w1.shape[0], ops.packed_elements(rows, cols, layout))
-            if (
-                tuple(tensor.shape) != expected
-                or tensor.dtype != torch.bfloat16
-                or not tensor.is_contiguous()
-            ):
-                raise ShapeError(
-                    f"packed {name}: expected [E, elements] = {list(expected)} contiguous bf16, got {list(tensor.shape)} {tensor.dtype}"
-                )
-        E = w1.shape[0]
+        names = ("w1", "w2", "w1_bias", "w2_bias", "K", "I", "gate_layout")
+        missing = [name for name in names if name not in state]
+        if missing:
+            raise ArgumentError(
+                f"packed weights: {', '.join(missing)} missing; pass what state_dict returned"
+            )
+        return cls.from_tensors(*(state[name] for name in names))
+
+    @classmethod
+    def from_tensors(
+        cls,
+        w1: Tensor,
+        w2: Tensor,
+        w1_bias: Tensor | None,
+        w2_bias: Tensor | None,
+        K: int,
+        I: int,
+        gate_layout: str,
+    ) -> PackedExperts:
+        """Tensors that are packed already. Raises as `from_state_dict`: what does not fit would be read out of bounds."""
+        E, N = check_panels(w1, w2, K, I, gate_layout)
         biases = (
-            float_bias("w1_bias", state["w1_bias"], ("E", "N"), (E, N)),
-            float_bias("w2_bias", state["w2_bias"], ("E", "K"), (E, K)),
+            float_bias("w1_bias", w1_bias, ("E", "N"), (E, N), copy=False),
+            float_bias("w2_bias", w2_bias, ("E", "K"), (E, K), copy=False),
         )
         return cls(w1, w2, *biases, K=K, I=I, gate_layout=gate_layout)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the packed weights to a file that `load` reads."""
+        """Writes the packed weights to a file that `load` reads.
+
+        Raises: OSError when the file cannot be written; what `torch.save` raises.
+        """
         torch.save(self.state_dict(), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], mmap: bool = False) -> PackedExperts:
-        """Reads a file written by `save`; with `mmap` pages come from the file as they are used."""
+        """Reads a file written by `save`; with `mmap` pages come from the file as they are used.
+
+        Raises: OSError for a file that cannot be read, what `torch.load` raises for one that is not its own, and otherwise as `from_state_dict`.
+        """
         return cls.from_state_dict(torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
 
 
@@ -214,3 +248,15 @@ def layout_of(activation: str) -> str:
             f"activation: expected one of {', '.join(GATE_LAYOUT_OF_ACTIVATION)}, got {activation!r}"
         )
     return GATE_LAYOUT_OF_ACTIVATION[activation]
+
+
+def as_packed(weights: Any) -> PackedExperts:
+    """`weights` itself, or, for an object that has the attributes of a `PackedExperts`, one that shares its tensors.
+
+    Raises: as `PackedExperts.from_state_dict`.
+    """
+    if isinstance(weights, PackedExperts):
+        return weights
+    return PackedExperts.from_tensors(
+        weights.w1, weights.w2, weights.w1_bias, weights.w2_bias, weights.K, weights.I, weights.gate_layout
+    )

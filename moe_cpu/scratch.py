@@ -6,6 +6,8 @@ import threading
 
 import torch
 
+from moe_cpu.errors import out_of_memory_error
+
 # Both workspaces are carved from one block; each starts on a cache line of its own.
 _ALIGNMENT = 64
 
@@ -28,7 +30,7 @@ class Scratch(threading.local):
     def workspaces(
         self, n13: int, n2: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two flat tensors of `n13` and `n2` elements that do not overlap."""
+        """Two flat tensors of `n13` and `n2` elements that do not overlap. Raises OutOfMemory with the bytes."""
         key = (n13, n2, dtype, device)
         if key != self._key or self._views is None:
             # Memory made in inference mode could not be written outside of it, and the next call may be outside.
@@ -49,6 +51,9 @@ class Scratch(threading.local):
         if block is None or block.numel() < size:
             self._blocks.pop(device, None)  # let go of the old block before asking for a larger one
             self._views = None
-            block = torch.empty(size, dtype=torch.uint8, device=device)
+            try:
+                block = torch.empty(size, dtype=torch.uint8, device=device)
+            except RuntimeError as error:  # on a GPU torch.OutOfMemoryError, which is one too
+                raise out_of_memory_error(f"scratch memory of a layer on {device}", size) from error
             self._blocks[device] = block
         return block

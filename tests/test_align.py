@@ -14,8 +14,8 @@ from strategies import STRIDES, generator, route, seeds, strided
 
 from moe_cpu import moe_align_block_size
 from moe_cpu.align import _align_in_torch
+from moe_cpu.align_ops import aligned_length
 from moe_cpu.errors import ArgumentError, ExpertIdError, MoEError
-from moe_cpu.ops import aligned_length
 
 pytestmark = pytest.mark.sanitize
 

@@ -9,7 +9,7 @@ import torch
 from calls import call, pack
 from strategies import make_case
 
-from moe_cpu import PackedExperts, errors, fused_experts, ops
+from moe_cpu import PackedExperts, errors, fused_experts, ops, pack_ops
 
 SIZES = {"M": 5, "K": 64, "I": 48, "E": 4, "topk": 2}
 CASE = make_case(**SIZES, bias=True)
@@ -60,7 +60,7 @@ def no_native_call(monkeypatch):
         raise AssertionError("native code was reached")
 
     monkeypatch.setattr(ops, "layer", refuse)
-    monkeypatch.setattr(ops, "pack_expert", refuse)
+    monkeypatch.setattr(pack_ops, "pack_expert", refuse)
 
 
 @pytest.mark.parametrize("backend", ["auto", "native", "reference"])

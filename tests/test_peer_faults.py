@@ -10,7 +10,7 @@ import torch
 from calls import call, native, native_pairs, pack
 from strategies import Case, make_case, strided
 
-from moe_cpu import PackedExperts, fused_experts, ops
+from moe_cpu import PackedExperts, fused_experts, ops, pack_ops
 from moe_cpu.errors import ExpertIdError, IsaUnavailable
 from moe_cpu.experts import create
 
@@ -28,10 +28,10 @@ def test_the_expert_map_is_used(isa):
 def one_expert_of_many(E: int, e: int, M: int = 3) -> tuple[Case, PackedExperts]:
     """A layer of E experts of which only expert e is ever written: the others are address space."""
     case = make_case(M=M, K=1024, I=520, E=1, topk=1, bias=False, seed=142)
-    sizes = [ops.packed_elements(1040, 1024, "concatenated"), ops.packed_elements(1024, 520, "none")]
+    sizes = [pack_ops.packed_elements(1040, 1024, "concatenated"), pack_ops.packed_elements(1024, 520, "none")]
     w1, w2 = (torch.empty((E, size), dtype=BF16) for size in sizes)
-    ops.pack_expert(case.w1[0], "concatenated", w1[e])
-    ops.pack_expert(case.w2[0], "none", w2[e])
+    pack_ops.pack_expert(case.w1[0], "concatenated", w1[e])
+    pack_ops.pack_expert(case.w2[0], "none", w2[e])
     return case, PackedExperts(w1, w2, None, None, K=1024, I=520, gate_layout="concatenated")
 
 

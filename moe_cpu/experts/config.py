@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_cpu.checks import activation_width, default_gate_layout, is_packed
+from moe_cpu.errors import BackendUnavailable
 
 
 @dataclass(frozen=True)
@@ -67,3 +68,10 @@ def config_of(
         I=N // width,
         topk=topk,
     )
+
+
+def check_supported(experts: Any, config: ExpertsConfig) -> None:
+    """Raises BackendUnavailable with the reason when `experts`, called past the choice of a backend, cannot run `config`."""
+    supported, reason = experts.supports(config)
+    if not supported:
+        raise BackendUnavailable(f"backend {experts.name!r} cannot run this layer: {reason}")

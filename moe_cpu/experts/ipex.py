@@ -10,16 +10,15 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import threading
-import weakref
 from typing import Any
 
 import torch
 
-from moe_cpu.checks import check_call, check_no_scales
+from moe_cpu.checks import check_batched_call, check_call, check_no_scales
 from moe_cpu.combine import weight_and_reduce
+from moe_cpu.derived_cache import DerivedCache
 from moe_cpu.errors import BackendUnavailable, dtype_name
-from moe_cpu.experts.config import ExpertsConfig
+from moe_cpu.experts.config import ExpertsConfig, check_supported, config_of
 from moe_cpu.experts.loop import result_memory
 from moe_cpu.grouping import local_expert_ids, rows_of_experts
 from moe_cpu.modular_kernel import FusedMoEPermuteExpertsUnpermute
@@ -94,27 +93,29 @@ class IPEXExperts(FusedMoEPermuteExpertsUnpermute):
         w1_bias: torch.Tensor | None = None,
         w2_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The unweighted result `[M, topk, K]` or `[E, max_num_tokens, K]` in bf16; rows without an expert are zero."""
+        """The unweighted result `[M, topk, K]` or `[E, max_num_tokens, K]` in bf16; rows without an expert are zero.
+
+        Raises: ShapeError, DTypeError, DeviceError, ArgumentError, ExpertIdError, BackendUnavailable.
+        """
         check_no_scales(
-            w1_scale=w1_scale,
-            w2_scale=w2_scale,
-            w1_zp=w1_zp,
-            w2_zp=w2_zp,
-            a1q_scale=a1q_scale,
-            a2_scale=a2_scale,
-        )
-        E, K = w2.shape[0], w2.shape[1]
-        if hidden_states.dim() == 3:
-            max_num_tokens = hidden_states.shape[1]
-            rows = torch.tensor(rows_of_experts(expert_num_tokens, E, max_num_tokens))
-            real = torch.arange(max_num_tokens) < rows[:, None]
-            local_ids = torch.where(real, torch.arange(E)[:, None], -1)
+            w1_scale=w1_scale, w2_scale=w2_scale, w1_zp=w1_zp, w2_zp=w2_zp, a1q_scale=a1q_scale, a2_scale=a2_scale
+        )  # fmt: skip
+        batched = hidden_states.dim() == 3
+        if batched:
+            check_batched_call(hidden_states, w1, w2, activation, expert_num_tokens, w1_bias, w2_bias)
         else:
             check_call(
-                hidden_states, w1, w2, None, topk_ids, activation, False, global_num_experts, expert_map
-            )
+                hidden_states, w1, w2, None, topk_ids, activation, False, global_num_experts, expert_map, w1_bias, w2_bias
+            )  # fmt: skip
+        check_supported(self, config_of(hidden_states, w1, w2, activation, w1_bias, w2_bias))
+        E, K = w2.shape[0], w2.shape[1]
+        if batched:
+            slots = hidden_states.shape[1]
+            rows = torch.tensor(rows_of_experts(expert_num_tokens, E, slots))
+            local_ids = torch.where(torch.arange(slots) < rows[:, None], torch.arange(E)[:, None], -1)
+        else:
+            slots = topk_ids.shape[1]
             local_ids = local_expert_ids(topk_ids, E, expert_map)
-            max_num_tokens = topk_ids.shape[1]
         out = result_memory(
             (*local_ids.shape, K), hidden_states.dtype, hidden_states.device, workspace13
         ).zero_()
@@ -122,7 +123,7 @@ class IPEXExperts(FusedMoEPermuteExpertsUnpermute):
         pairs = (local_ids.reshape(-1) >= 0).nonzero().reshape(-1)
         if pairs.numel() == 0:
             return out
-        source = pairs if hidden_states.dim() == 3 else pairs // max_num_tokens
+        source = pairs if batched else pairs // slots
         x = hidden_states.reshape(-1, K).index_select(0, source)
         ids = local_ids.reshape(-1, 1).index_select(0, pairs)
         result = _fused(x, w1, w2, torch.ones(ids.shape, dtype=torch.float32), ids)
@@ -149,10 +150,11 @@ class IPEXExperts(FusedMoEPermuteExpertsUnpermute):
         w1_bias: torch.Tensor | None = None,
         w2_bias: torch.Tensor | None = None,
     ) -> None:
-        """Writes the weighted sum to `output [M, K]`."""
+        """Writes the weighted sum to `output [M, K]`. Raises as `apply`."""
         check_call(
-            hidden_states, w1, w2, topk_weights, topk_ids, activation, False, global_num_experts, expert_map
-        )
+            hidden_states, w1, w2, topk_weights, topk_ids, activation, False, global_num_experts, expert_map, w1_bias, w2_bias
+        )  # fmt: skip
+        check_supported(self, config_of(hidden_states, w1, w2, activation, w1_bias, w2_bias))
         local_ids = local_expert_ids(topk_ids, w2.shape[0], expert_map)
         if topk_ids.numel() == 0 or bool((local_ids < 0).any()):
             pairs = self.apply(hidden_states, w1, w2, topk_ids, activation, global_num_experts, expert_map)
@@ -197,21 +199,13 @@ def _fused(
     )  # fmt: skip
 
 
-_entries: dict[tuple[Any, ...], tuple[list[Any], tuple[int, ...], tuple[torch.Tensor, torch.Tensor]]] = {}
-_lock = threading.Lock()
+_cache: DerivedCache[tuple[torch.Tensor, torch.Tensor]] = DerivedCache()
 
 
 def _packed(w1: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """IPEX's packed form of both weights: kept while their storages live and their versions stand still."""
-    if w1.is_inference() or w2.is_inference():
-        return _ops().convert_weight_packed_moe_bf16(w1.contiguous(), w2.contiguous())
-    key = tuple((w.data_ptr(), w.shape, w.stride(), w.dtype) for w in (w1, w2))
-    versions = (w1._version, w2._version)
-    entry = _entries.get(key)
-    if entry is not None and entry[1] == versions and all(storage() is not None for storage in entry[0]):
-        return entry[2]
-    with _lock:
-        storages = [weakref.ref(w.untyped_storage(), lambda _: _entries.pop(key, None)) for w in (w1, w2)]
-        packed = _ops().convert_weight_packed_moe_bf16(w1.detach().contiguous(), w2.detach().contiguous())
-        _entries[key] = (storages, versions, packed)
-        return packed
+
+    def pack() -> tuple[torch.Tensor, torch.Tensor]:
+        return _ops().convert_weight_packed_moe_bf16(w1.detach().contiguous(), w2.detach().contiguous())
+
+    return pack() if w1.is_inference() or w2.is_inference() else _cache.entry((w1, w2), None, pack).value

@@ -64,8 +64,13 @@ def run_batched(
 def result_memory(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, workspace: torch.Tensor | None
 ) -> torch.Tensor:
-    """The front of `workspace` in that shape, or new memory when it is None, too small or of another dtype."""
+    """The front of `workspace` in that shape, or new memory when it is None, too small, not contiguous or of another dtype."""
     numel = torch.Size(shape).numel()
-    if workspace is None or workspace.dtype != dtype or workspace.numel() < numel:
+    if (
+        workspace is None
+        or workspace.dtype != dtype
+        or workspace.numel() < numel
+        or not workspace.is_contiguous()
+    ):
         return torch.empty(tuple(shape), dtype=dtype, device=device)
-    return workspace[:numel].view(tuple(shape))
+    return workspace.view(-1)[:numel].view(tuple(shape))

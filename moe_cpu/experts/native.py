@@ -9,13 +9,15 @@ import torch
 
 from moe_cpu import isa as isas
 from moe_cpu import native_library, ops
-from moe_cpu.checks import check_call, check_no_scales, is_packed
+from moe_cpu.checks import check_batched_call, check_call, check_no_scales, is_packed
 from moe_cpu.errors import IsaUnavailable, dtype_name
 from moe_cpu.experts.config import ExpertsConfig
+from moe_cpu.experts.loop import result_memory
 from moe_cpu.modular_kernel import FusedMoEPermuteExpertsUnpermute
 from moe_cpu.pack_cache import packed_for
-from moe_cpu.packing import PackedExperts
+from moe_cpu.packing import PackedExperts, as_packed
 
+_CACHE_LINE = 64
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -67,11 +69,11 @@ class NativeExperts(FusedMoEPermuteExpertsUnpermute):
         """
         batched = aq.dim() == 3
         mode = native_library.BATCHED if batched else native_library.UNREDUCED
-        shape = SimpleNamespace(
-            K=K, I=N, E=num_experts, gate_layout_code=native_library.GATE_LAYOUT_CODES["none"]
-        )
+        # Batched input says how many experts are here; otherwise there are at most as many as there are ids.
+        E = aq.shape[0] if batched else num_experts
+        shape = SimpleNamespace(K=K, I=N, E=E, gate_layout_code=native_library.GATE_LAYOUT_CODES["none"])
         scratch = ops.layer_scratch_bytes(M, topk, shape, aq.dtype, mode, self.isa)
-        return (aq.shape[0] * M if batched else M * topk) * K, -(-scratch // aq.element_size()), aq.dtype
+        return (E * M if batched else M * topk) * K, -(-scratch // aq.element_size()), aq.dtype
 
     def apply(
         self,
@@ -101,45 +103,27 @@ class NativeExperts(FusedMoEPermuteExpertsUnpermute):
         Raises: ShapeError, DTypeError, DeviceError, ArgumentError, ExpertIdError.
         """
         check_no_scales(
-            w1_scale=w1_scale,
-            w2_scale=w2_scale,
-            w1_zp=w1_zp,
-            w2_zp=w2_zp,
-            a1q_scale=a1q_scale,
-            a2_scale=a2_scale,
-        )
+            w1_scale=w1_scale, w2_scale=w2_scale, w1_zp=w1_zp, w2_zp=w2_zp, a1q_scale=a1q_scale, a2_scale=a2_scale
+        )  # fmt: skip
         batched = hidden_states.dim() == 3
-        if not batched:
+        if batched:
+            check_batched_call(hidden_states, w1, w2, activation, expert_num_tokens, w1_bias, w2_bias)
+        else:
             check_call(
-                hidden_states,
-                w1,
-                w2,
-                None,
-                topk_ids,
-                activation,
-                False,
-                global_num_experts,
-                expert_map,
-                w1_bias,
-                w2_bias,
-            )
+                hidden_states, w1, w2, None, topk_ids, activation, False, global_num_experts, expert_map, w1_bias, w2_bias
+            )  # fmt: skip
         packed = self._packed(w1, w2, w1_bias, w2_bias, activation)
         shape = hidden_states.shape if batched else (*topk_ids.shape, hidden_states.shape[1])
-        out = _view(workspace13, shape, hidden_states.dtype)
+        out = result_memory(shape, hidden_states.dtype, hidden_states.device, workspace13)
         if out.numel() == 0:
             return out
         if batched:
             if expert_num_tokens is None:
                 expert_num_tokens = torch.full((packed.E,), hidden_states.shape[1], dtype=torch.int32)
             return ops.experts_batched(
-                hidden_states,
-                packed,
-                expert_num_tokens,
-                activation=activation,
-                out=out,
-                isa=self.isa,
+                hidden_states, packed, expert_num_tokens, activation=activation, out=out, isa=self.isa,
                 scratch=_scratch(workspace2),
-            )
+            )  # fmt: skip
         return ops.experts_unreduced(
             hidden_states, packed, topk_ids, activation=activation, expert_map=_plain(expert_map), out=out, isa=self.isa,
             scratch=_scratch(workspace2),
@@ -170,18 +154,8 @@ class NativeExperts(FusedMoEPermuteExpertsUnpermute):
         Raises: ShapeError, DTypeError, DeviceError, ArgumentError, ExpertIdError.
         """
         check_call(
-            hidden_states,
-            w1,
-            w2,
-            topk_weights,
-            topk_ids,
-            activation,
-            False,
-            global_num_experts,
-            expert_map,
-            w1_bias,
-            w2_bias,
-        )
+            hidden_states, w1, w2, topk_weights, topk_ids, activation, False, global_num_experts, expert_map, w1_bias, w2_bias
+        )  # fmt: skip
         packed = self._packed(w1, w2, w1_bias, w2_bias, activation)
         if topk_ids.numel() == 0:
             output.zero_()
@@ -199,7 +173,7 @@ class NativeExperts(FusedMoEPermuteExpertsUnpermute):
     def _packed(
         w1: Any, w2: Any, w1_bias: torch.Tensor | None, w2_bias: torch.Tensor | None, activation: str
     ) -> PackedExperts:
-        return w1 if is_packed(w1, w2) else packed_for(w1, w2, w1_bias, w2_bias, activation)
+        return as_packed(w1) if is_packed(w1, w2) else packed_for(w1, w2, w1_bias, w2_bias, activation)
 
 
 def _weights(topk_weights: torch.Tensor) -> torch.Tensor:
@@ -207,15 +181,11 @@ def _weights(topk_weights: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(expert_map: torch.Tensor | None) -> torch.Tensor | None:
-    return None if expert_map is None else expert_map.to(torch.int32).contiguous()
-
-
-def _view(workspace: torch.Tensor | None, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-    size = torch.Size(shape).numel()
-    if workspace is None or workspace.dtype != dtype or workspace.numel() < size:
-        return torch.empty(shape, dtype=dtype)
-    return workspace.view(-1)[:size].view(shape)
+    return None if expert_map is None else ops.as_int32(expert_map)
 
 
 def _scratch(workspace: torch.Tensor | None) -> torch.Tensor | None:
-    return workspace if workspace is not None and workspace.numel() > 0 else None
+    """The workspace if the kernels can work in it: on a cache line, which `workspace_shapes` cannot promise for a caller's own memory."""
+    if workspace is None or workspace.numel() == 0 or not workspace.is_contiguous():
+        return None
+    return workspace if workspace.data_ptr() % _CACHE_LINE == 0 else None

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-import threading
-import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from moe_cpu.activations import activate
-from moe_cpu.checks import check_call, check_no_scales
+from moe_cpu.checks import check_batched_call, check_call, check_no_scales
+from moe_cpu.derived_cache import DerivedCache
 from moe_cpu.errors import dtype_name
-from moe_cpu.experts.config import ExpertsConfig
+from moe_cpu.experts.config import ExpertsConfig, check_supported, config_of
 from moe_cpu.experts.loop import result_memory, run_batched, run_routed
 from moe_cpu.grouping import local_expert_ids
 from moe_cpu.modular_kernel import FusedMoEPermuteExpertsUnpermute
@@ -78,21 +76,19 @@ class OneDNNExperts(FusedMoEPermuteExpertsUnpermute):
     ) -> torch.Tensor:
         """The unweighted result `[M, topk, K]` or `[E, max_num_tokens, K]`, float32; rows without an expert are zero.
 
-        Raises: ShapeError, DTypeError, DeviceError, ArgumentError, ExpertIdError.
+        Raises: ShapeError, DTypeError, DeviceError, ArgumentError, ExpertIdError, BackendUnavailable.
         """
         check_no_scales(
-            w1_scale=w1_scale,
-            w2_scale=w2_scale,
-            w1_zp=w1_zp,
-            w2_zp=w2_zp,
-            a1q_scale=a1q_scale,
-            a2_scale=a2_scale,
-        )
-        if hidden_states.dim() != 3:
+            w1_scale=w1_scale, w2_scale=w2_scale, w1_zp=w1_zp, w2_zp=w2_zp, a1q_scale=a1q_scale, a2_scale=a2_scale
+        )  # fmt: skip
+        if hidden_states.dim() == 3:
+            check_batched_call(hidden_states, w1, w2, activation, expert_num_tokens, w1_bias, w2_bias)
+        else:
             check_call(
                 hidden_states, w1, w2, None, topk_ids, activation, False, global_num_experts, expert_map,
                 w1_bias, w2_bias,
             )  # fmt: skip
+        check_supported(self, config_of(hidden_states, w1, w2, activation, w1_bias, w2_bias))
         E, K = w2.shape[0], w2.shape[1]
         first, second = _reordered(w1), _reordered(w2)
         b1 = None if w1_bias is None else w1_bias.float()
@@ -137,32 +133,13 @@ def _why_not() -> str | None:
     return None
 
 
-@dataclass
-class _Entry:
-    storage: weakref.ref[Any]
-    version: int
-    experts: list[torch.Tensor]
-
-
-_entries: dict[tuple[Any, ...], _Entry] = {}
-_lock = threading.Lock()
-
-
-def _reorder(weight: torch.Tensor) -> list[torch.Tensor]:
-    return [torch.ops.mkldnn._reorder_linear_weight(matrix, None) for matrix in weight.detach().unbind(0)]
+_cache: DerivedCache[list[torch.Tensor]] = DerivedCache()
 
 
 def _reordered(weight: torch.Tensor) -> list[torch.Tensor]:
     """The reordered matrices of `weight [E, rows, columns]`: kept while the storage lives and its version stands still."""
-    if weight.is_inference():
-        return _reorder(weight)
-    key = (weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
-    entry = _entries.get(key)
-    if entry is not None and entry.version == weight._version and entry.storage() is not None:
-        return entry.experts
-    with _lock:
-        # The callback may run in the middle of anything, so it only removes, without the lock.
-        storage = weakref.ref(weight.untyped_storage(), lambda _: _entries.pop(key, None))
-        experts = _reorder(weight)
-        _entries[key] = _Entry(storage, weight._version, experts)
-        return experts
+
+    def reorder() -> list[torch.Tensor]:
+        return [torch.ops.mkldnn._reorder_linear_weight(matrix, None) for matrix in weight.detach().unbind(0)]
+
+    return reorder() if weight.is_inference() else _cache.entry((weight,), None, reorder).value

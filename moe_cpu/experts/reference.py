@@ -11,7 +11,14 @@ from typing import Any
 import torch
 
 from moe_cpu.activations import activate
-from moe_cpu.checks import FLOAT_DTYPES, check_call, check_no_scales, default_gate_layout, is_packed
+from moe_cpu.checks import (
+    FLOAT_DTYPES,
+    check_batched_call,
+    check_call,
+    check_no_scales,
+    default_gate_layout,
+    is_packed,
+)
 from moe_cpu.errors import dtype_name
 from moe_cpu.experts.config import ExpertsConfig
 from moe_cpu.experts.loop import result_memory, run_batched, run_routed
@@ -72,14 +79,11 @@ class ReferenceExperts(FusedMoEPermuteExpertsUnpermute):
         Raises: ShapeError, DTypeError, DeviceError, ArgumentError, ExpertIdError.
         """
         check_no_scales(
-            w1_scale=w1_scale,
-            w2_scale=w2_scale,
-            w1_zp=w1_zp,
-            w2_zp=w2_zp,
-            a1q_scale=a1q_scale,
-            a2_scale=a2_scale,
-        )
-        if hidden_states.dim() != 3:
+            w1_scale=w1_scale, w2_scale=w2_scale, w1_zp=w1_zp, w2_zp=w2_zp, a1q_scale=a1q_scale, a2_scale=a2_scale
+        )  # fmt: skip
+        if hidden_states.dim() == 3:
+            check_batched_call(hidden_states, w1, w2, activation, expert_num_tokens, w1_bias, w2_bias)
+        else:
             check_call(
                 hidden_states, w1, w2, None, topk_ids, activation, False, global_num_experts, expert_map,
                 w1_bias, w2_bias,
