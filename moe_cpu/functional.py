@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from moe_cpu import graph_op, ops
-from moe_cpu.checks import ProblemSize, check_call, check_no_scales
+from moe_cpu.checks import ProblemSize, check_call, check_no_scales, is_packed
 from moe_cpu.combine import weight_input
-from moe_cpu.errors import no_backward_error
+from moe_cpu.errors import ArgumentError, no_backward_error
 from moe_cpu.experts.cpu import SelectedExperts
 from moe_cpu.experts.registry import requested
 from moe_cpu.modular_kernel import FusedMoEModularKernel
 from moe_cpu.pack_cache import find, packed_for
-from moe_cpu.packing import PackedExperts
+from moe_cpu.packing import PackedExperts, as_packed
 from moe_cpu.prepare_finalize import MoEPrepareAndFinalizeNoEP
 
 
@@ -61,20 +61,16 @@ def fused_experts(
     Numerics: float32 accumulation; the activation in float32, rounded once to the weights' dtype; weights and sum in
     float32; one rounding of the result. With bf16 weights, x is rounded to bf16 once.
     Memory: no input is modified (but `hidden_states` under `inplace`). Dense bf16 weights are packed on first use and
-    the copy kept with them; scratch belongs to the calling thread.
+    the copy kept with them; scratch belongs to the calling thread. A change of a dense weight is noticed by its version, so
+    a write through ``weight.data`` or from NumPy is not: call `moe_cpu.pack_cache.forget(weight)` after one.
     """
     if (
         w1_scale is not None or w2_scale is not None or w1_zp is not None or w2_zp is not None
         or a1_scale is not None or a2_scale is not None
     ):  # fmt: skip
         check_no_scales(
-            w1_scale=w1_scale,
-            w2_scale=w2_scale,
-            w1_zp=w1_zp,
-            w2_zp=w2_zp,
-            a1_scale=a1_scale,
-            a2_scale=a2_scale,
-        )
+            w1_scale=w1_scale, w2_scale=w2_scale, w1_zp=w1_zp, w2_zp=w2_zp, a1_scale=a1_scale, a2_scale=a2_scale
+        )  # fmt: skip
     if torch.compiler.is_compiling():
         recorded = graph_op.record(
             hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input, global_num_experts,
@@ -86,59 +82,35 @@ def fused_experts(
         expert_map, w1_bias, w2_bias,
     )  # fmt: skip
     name = requested(backend)
-    if type(w1) is PackedExperts and (name == "auto" or name == "native"):
-        # Packed weights come from the native library and only it reads them as they are: there is nothing to choose.
-        return _native(
-            size,
-            hidden_states,
-            w1,
-            topk_weights,
-            topk_ids,
-            inplace,
-            activation,
-            apply_router_weight_on_input,
-            expert_map,
-        )
-    if (name == "auto" or name == "native") and w1_bias is None and w2_bias is None:
-        known = find(w1, w2, activation)
-        if known is not None:
-            if torch.is_grad_enabled():
-                _refuse_backward(w1=w1, w2=w2)
-            return _native(
-                size,
-                hidden_states,
-                known,
-                topk_weights,
-                topk_ids,
-                inplace,
-                activation,
-                apply_router_weight_on_input,
-                expert_map,
-            )
-    experts, kernel = _stages(name)
-    chosen = experts.backend_for(hidden_states, w1, w2, activation, w1_bias, w2_bias)
-    if chosen.name == "native":
-        _refuse_backward(w1=w1, w2=w2, w1_bias=w1_bias, w2_bias=w2_bias)
-        packed = packed_for(w1, w2, w1_bias, w2_bias, activation)
-        return _native(
-            size,
-            hidden_states,
-            packed,
-            topk_weights,
-            topk_ids,
-            inplace,
-            activation,
-            apply_router_weight_on_input,
-            expert_map,
-        )
-    if chosen.name == "triton" and size.M > 0 and size.topk > 0 and not inplace:
-        return _on_gpu(
-            chosen, size, hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input,
-            global_num_experts, expert_map, w1_bias, w2_bias,
-        )  # fmt: skip
-    return kernel(
-        hidden_states, w1, w2, topk_weights, topk_ids, inplace, activation, global_num_experts, expert_map,
-        apply_router_weight_on_input=apply_router_weight_on_input, w1_bias=w1_bias, w2_bias=w2_bias,
+    packed: PackedExperts | None = None
+    if name == "auto" or name == "native":
+        if isinstance(w1, PackedExperts):
+            # They come from the native library and only it reads them as they are: there is nothing to choose.
+            packed = w1
+        elif w1_bias is None and w2_bias is None and isinstance(w1, torch.Tensor):
+            packed = find(w1, w2, activation)
+    if packed is None:
+        experts, kernel = _stages(name)
+        chosen = experts.backend_for(hidden_states, w1, w2, activation, w1_bias, w2_bias)
+        if chosen.name != "native":
+            if chosen.name == "triton" and size.M > 0 and size.topk > 0 and not inplace:
+                return _on_gpu(
+                    chosen, size, hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input,
+                    global_num_experts, expert_map, w1_bias, w2_bias,
+                )  # fmt: skip
+            return kernel(
+                hidden_states, w1, w2, topk_weights, topk_ids, inplace, activation, global_num_experts, expert_map,
+                apply_router_weight_on_input=apply_router_weight_on_input, w1_bias=w1_bias, w2_bias=w2_bias,
+            )  # fmt: skip
+        if is_packed(w1, w2):
+            packed = as_packed(w1)
+        else:
+            _refuse_backward(w1=w1, w2=w2, w1_bias=w1_bias, w2_bias=w2_bias)
+            packed = packed_for(w1, w2, w1_bias, w2_bias, activation)
+    elif packed is not w1 and torch.is_grad_enabled():
+        _refuse_backward(w1=w1, w2=w2)
+    return _native(
+        size, hidden_states, packed, topk_weights, topk_ids, inplace, activation, apply_router_weight_on_input, expert_map
     )  # fmt: skip
 
 
@@ -160,23 +132,27 @@ def _native(
     expert_map: torch.Tensor | None,
 ) -> torch.Tensor:
     """The native layer on checked arguments, past the modular kernel: it needs no stage of its own before or after."""
-    assert topk_weights is not None
+    if topk_weights is None:
+        raise ArgumentError("topk_weights: expected a tensor, got None; pass ones for an unweighted sum")
     if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
         _refuse_backward(hidden_states=x, topk_weights=topk_weights)
     if size.M == 0 or size.topk == 0:
         return x.zero_() if inplace else torch.zeros(x.shape, dtype=x.dtype)
     if expert_map is not None and (expert_map.dtype != torch.int32 or not expert_map.is_contiguous()):
-        expert_map = expert_map.to(torch.int32).contiguous()
+        expert_map = ops.as_int32(expert_map)
     tokens = x
     if on_input:
         tokens, topk_weights = weight_input(x, topk_weights), None
     elif topk_weights.dtype == torch.float64:
         topk_weights = topk_weights.float()
-    # The kernel may still read a row of x after it has written that row of the result, so inplace needs a copy.
+    # Every row of x has been read before the first row of the result is written, so the result may take the place of x.
+    direct = inplace and x.is_contiguous()
     out = ops.fused_experts(
-        tokens, packed, topk_weights, topk_ids, activation=activation, expert_map=expert_map
-    )
-    return x.copy_(out) if inplace else out
+        tokens, packed, topk_weights, topk_ids, activation=activation, expert_map=expert_map, out=x if direct else None
+    )  # fmt: skip
+    if direct and not x.is_inference():
+        torch.autograd.graph.increment_version(x)  # torch has not seen the write
+    return x.copy_(out) if inplace and not direct else out
 
 
 def _on_gpu(
