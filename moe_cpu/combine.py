@@ -19,18 +19,21 @@ def weight_and_reduce(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     apply_router_weight_on_input: bool,
+    expert_map: torch.Tensor | None = None,
 ) -> None:
     """output[m] = sum over s of topk_weights[m, s] * expert_output[m, s]; weights are ones when they went on the input.
 
     Args:
         output: `[M, K]`, written; must not overlap `expert_output`.
-        expert_output: `[M, topk, K]`; what stands in a slot whose id is -1 is not read into the sum.
+        expert_output: `[M, topk, K]`; a slot without an expert here (id -1, or one that `expert_map` sends to -1) adds exactly zero, whatever it
+            and its weight hold.
         topk_weights, topk_ids: `[M, topk]`.
+        expert_map: `[global_num_experts]` when the ids are global ones.
     Numerics: products and sum in float32 (float64 for float64), slots in order, one rounding to the dtype of `output`.
     """
     M, topk, K = expert_output.shape
     dtype = accumulation_dtype(output, expert_output)
-    skipped = topk_ids < 0
+    skipped = without_expert(topk_ids, expert_map)
     any_skipped = bool(skipped.any())
     rows = max(1, _CHUNK_ELEMENTS // max(K, 1))
     for start in range(0, M, rows):
@@ -44,6 +47,14 @@ def weight_and_reduce(
                 term = term.masked_fill(skipped[chunk, slot, None], 0.0)
             total = total + term
         output[chunk].copy_(total)
+
+
+def without_expert(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """`[M, topk]` bool, True where a pair has no expert here. Nothing waits for a GPU; ids out of range are for the experts to refuse."""
+    skipped = topk_ids < 0
+    if expert_map is None or expert_map.numel() == 0:
+        return skipped
+    return skipped | (expert_map[topk_ids.clamp(0, expert_map.numel() - 1).long()] < 0)
 
 
 def weight_input(hidden_states: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from moe_cpu.checks import check_weight_on_input, moe_problem_size, resolve_num_experts
+from moe_cpu.combine import without_expert
 from moe_cpu.errors import device_error, shape_error
 from moe_cpu.scratch import Scratch
 from moe_cpu.stages import FusedMoEPermuteExpertsUnpermute, FusedMoEPrepareAndFinalize, PrepareResult
@@ -74,12 +75,16 @@ class FusedMoEModularKernel(torch.nn.Module):
             inplace: write the result into `hidden_states` and return it.
             global_num_experts: experts on all ranks; -1 = the length of `expert_map`, or E without one.
             expert_map: `[global_num_experts]` int32, global to local id, -1 = on another rank.
+            w1_scale, w2_scale, w1_zp, w2_zp, a1_scale, a2_scale: passed on to the stages; those of this package take none.
             apply_router_weight_on_input: multiply the input instead of the output by the weight; topk must be 1.
+            w1_bias, w2_bias: `[E, N]` and `[E, K]`; packed weights carry their own.
         Returns: `[M, K]` in the dtype of `hidden_states`.
-        Raises: ShapeError, DeviceError, ArgumentError, ExpertIdError, and what the stages raise.
+        Raises: ShapeError, DeviceError, ArgumentError, ExpertIdError, OutOfMemory, and what the stages raise.
+        Numerics: what the experts and finalize say; a pair without an expert here adds exactly zero, also when its weight is not finite.
+        Memory: no input is modified (but `hidden_states` under `inplace`).
         """
         size = moe_problem_size(hidden_states, w1, w2, topk_ids)
-        self._check_routing(hidden_states, topk_weights, topk_ids, apply_router_weight_on_input)
+        self._check_routing(hidden_states, size.K, topk_weights, topk_ids, apply_router_weight_on_input)
         num_experts = resolve_num_experts(global_num_experts, size.E, expert_map)
         bias = {} if w1_bias is None and w2_bias is None else {"w1_bias": w1_bias, "w2_bias": w2_bias}
         wanted = self.prepare_finalize.topk_indices_dtype()
@@ -127,6 +132,9 @@ class FusedMoEModularKernel(torch.nn.Module):
                 a1q, w1, w2, topk_ids, activation, num_experts, expert_map, w1_scale, w2_scale, w1_zp, w2_zp,
                 a1q_scale, a2_scale, workspace13, workspace2, expert_num_tokens, **bias,
             )  # fmt: skip
+            if expert_map is not None and ids is None:
+                # finalize does not see the map, and zero times a weight that is not finite would not be zero.
+                topk_weights = topk_weights.masked_fill(without_expert(topk_ids, expert_map), 0.0)
         self.prepare_finalize.finalize(output, result, topk_weights, topk_ids, apply_router_weight_on_input)
         return output
 
@@ -139,10 +147,13 @@ class FusedMoEModularKernel(torch.nn.Module):
 
     @staticmethod
     def _check_routing(
-        x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, on_input: bool
+        x: torch.Tensor, K: int, topk_weights: torch.Tensor, topk_ids: torch.Tensor, on_input: bool
     ) -> None:
         if x.dim() != 2:
             raise shape_error("hidden_states", "[M, K]", (), x.shape, hint="prepare makes the batched form")
+        if x.shape[1] != K:
+            hint = "K is w2.size(1), the hidden size"
+            raise shape_error("hidden_states", "[M, K]", (x.shape[0], K), x.shape, hint=hint)
         if topk_weights.shape != topk_ids.shape:
             raise shape_error("topk_weights", "[M, topk]", tuple(topk_ids.shape), topk_weights.shape)
         for name, tensor in (("topk_weights", topk_weights), ("topk_ids", topk_ids)):

@@ -9,7 +9,7 @@ import torch
 
 from moe_cpu.checks import is_packed
 from moe_cpu.combine import weight_and_reduce
-from moe_cpu.errors import no_backward_error
+from moe_cpu.errors import BackendUnavailable, no_backward_error
 from moe_cpu.experts.config import ExpertsConfig, config_of
 from moe_cpu.experts.registry import CPU_NAMES, NAMES, check_forced, create, requested, select
 from moe_cpu.modular_kernel import FusedMoEPermuteExpertsUnpermute
@@ -37,6 +37,7 @@ class SelectedExperts(FusedMoEPermuteExpertsUnpermute):
         self.backend, self.isa = backend, isa
         self._instances: dict[str, FusedMoEPermuteExpertsUnpermute] = {}
         self._chosen: dict[tuple[object, ...], FusedMoEPermuteExpertsUnpermute] = {}
+        self._latest: FusedMoEPermuteExpertsUnpermute | None = None
         if isa is not None:
             self._instance(backend)
 
@@ -44,7 +45,7 @@ class SelectedExperts(FusedMoEPermuteExpertsUnpermute):
         """Whether some backend, or the one asked for, can run the configuration; the reason lists all of them."""
         try:
             self.select(config)
-        except RuntimeError as error:
+        except BackendUnavailable as error:
             return False, str(error)
         return True, ""
 
@@ -76,15 +77,20 @@ class SelectedExperts(FusedMoEPermuteExpertsUnpermute):
                 self.select(config_of(hidden_states, w1, w2, activation, w1_bias, w2_bias))
             )
             self._chosen[key] = chosen
+        self._latest = chosen
         return chosen
 
     def workspace_shapes(
         self, a: torch.Tensor, aq: torch.Tensor, M: int, N: int, K: int, topk: int, num_experts: int
     ) -> tuple[int, int, torch.dtype]:
-        """What the backend asked for needs; under "auto", which is decided when the weights are seen, nothing."""
-        if self.backend == "auto":
-            return 0, 0, torch.float32
-        return self._instance(self.backend).workspace_shapes(a, aq, M, N, K, topk, num_experts)
+        """What the backend asked for needs. Under "auto", which is decided when the weights are seen: what the backend of the last call needs, and
+        nothing before the first. A backend that finds memory of another kind than it wants makes its own."""
+        backend = self._latest if self.backend == "auto" else self._instance(self.backend)
+        return (
+            (0, 0, torch.float32)
+            if backend is None
+            else backend.workspace_shapes(a, aq, M, N, K, topk, num_experts)
+        )
 
     def apply(
         self,
@@ -145,14 +151,8 @@ class SelectedExperts(FusedMoEPermuteExpertsUnpermute):
         """Writes the weighted sum over topk to `output [M, K]`. Raises as `apply`."""
         backend = self.backend_for(hidden_states, w1, w2, activation, w1_bias, w2_bias)
         self._refuse_backward(
-            backend,
-            hidden_states=hidden_states,
-            w1=w1,
-            w2=w2,
-            topk_weights=topk_weights,
-            w1_bias=w1_bias,
-            w2_bias=w2_bias,
-        )
+            backend, hidden_states=hidden_states, w1=w1, w2=w2, topk_weights=topk_weights, w1_bias=w1_bias, w2_bias=w2_bias
+        )  # fmt: skip
         if backend.can_weight_and_reduce():
             backend.apply_weighted(
                 output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map,
@@ -160,17 +160,9 @@ class SelectedExperts(FusedMoEPermuteExpertsUnpermute):
             )  # fmt: skip
             return
         pairs = self.apply(
-            hidden_states,
-            w1,
-            w2,
-            topk_ids,
-            activation,
-            global_num_experts,
-            expert_map,
-            w1_bias=w1_bias,
-            w2_bias=w2_bias,
-        )
-        weight_and_reduce(output, pairs, topk_weights, topk_ids, apply_router_weight_on_input)
+            hidden_states, w1, w2, topk_ids, activation, global_num_experts, expert_map, w1_bias=w1_bias, w2_bias=w2_bias
+        )  # fmt: skip
+        weight_and_reduce(output, pairs, topk_weights, topk_ids, apply_router_weight_on_input, expert_map)
 
     def _instance(self, name: str) -> FusedMoEPermuteExpertsUnpermute:
         if name not in self._instances:
