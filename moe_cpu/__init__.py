@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_cpu import torch_ops as torch_ops  # defines torch.ops.moe_cpu
 from moe_cpu.align import moe_align_block_size
+from moe_cpu.errors import BackendUnavailable
 from moe_cpu.experts import CPUExperts
 from moe_cpu.functional import fused_experts
 from moe_cpu.modular_kernel import (
@@ -45,5 +46,8 @@ def __getattr__(name: str) -> Any:
     if name == "TritonExperts":
         from moe_cpu.experts.registry import backend_class
 
-        return backend_class("triton")
+        try:
+            return backend_class("triton")
+        except BackendUnavailable as error:
+            raise AttributeError(f"module {__name__!r} cannot give {name!r}: {error}") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from moe_cpu import isa
-from moe_cpu.errors import ArgumentError, BackendUnavailable, unknown_name_error
+from moe_cpu import isa, native_library
+from moe_cpu.errors import ArgumentError, BackendUnavailable, NativeLibraryMissing, unknown_name_error
 from moe_cpu.experts.config import BackendStatus, ExpertsConfig
 from moe_cpu.modular_kernel import FusedMoEPermuteExpertsUnpermute
 
@@ -25,6 +26,7 @@ _CLASSES = {
     "reference": "ReferenceExperts",
 }
 _PREFIX = "backend "
+_warned = False
 NAMES: tuple[str, ...] = tuple(_CLASSES)
 CPU_NAMES: tuple[str, ...] = tuple(name for name in NAMES if name != "triton")
 
@@ -66,11 +68,16 @@ def why_not(name: str, config: ExpertsConfig) -> str | None:
 
 
 def select(config: ExpertsConfig, candidates: Sequence[str] = NAMES) -> str:
-    """The first of `candidates` that supports `config` and does not have to be asked for by name.
+    """The first of `candidates` that supports `config` and does not have to be asked for by name. Warns, once, when the native backend would be it
+    but for its missing library.
 
-    Raises: BackendUnavailable listing every candidate with its reason; IsaUnavailable when MOE_CPU_ISA cannot be had, for
-        a forced instruction set must not end in another backend.
+    Raises: BackendUnavailable listing every candidate with its reason; IsaUnavailable when MOE_CPU_ISA, NativeLibraryMissing when MOE_CPU_LIBRARY cannot
+        be had, for what was forced must not end in another backend.
     """
+    if "native" in candidates and native_library.forced_but_missing():
+        raise NativeLibraryMissing(
+            f"{native_library.PATH_VARIABLE} is set, but {native_library.why_not()}; correct or unset it"
+        )
     if os.environ.get(isa.ENVIRONMENT_VARIABLE):
         isa.resolve()
     reasons = []
@@ -79,9 +86,24 @@ def select(config: ExpertsConfig, candidates: Sequence[str] = NAMES) -> str:
         if reason is None:
             reason = getattr(backend_class(name), "only_on_request", None)
         if reason is None:
+            _warn_without_library(config, candidates)
             return name
         reasons.append(f"{name}: {reason}")
     raise BackendUnavailable(f"no backend can run {config}: " + "; ".join(reasons))
+
+
+def _warn_without_library(config: ExpertsConfig, candidates: Sequence[str]) -> None:
+    global _warned
+    reason = native_library.why_not()
+    native_would_do = (
+        config.device == "cpu" and config.weight_dtype == torch.bfloat16 and "native" in candidates
+    )
+    if reason is not None and native_would_do and not _warned:
+        _warned = True
+        warnings.warn(
+            f"the native backend is skipped, so this layer is much slower than it could be: {reason}",
+            stacklevel=3,
+        )
 
 
 def check_forced(name: str, config: ExpertsConfig) -> None:
