@@ -211,3 +211,22 @@ def test_published_sizes(M, K, I):
     got = call(gpu).float()
     # Two results, each rounded to bf16 at two places.
     assert float((got - want).norm() / want.norm()) < 0.004
+
+
+def test_benchmark():
+    """Right answers and times for every contender, graphs among them, and the notes."""
+    from moe_cpu.benchmark import Suite, cuda
+    from moe_cpu.benchmark.case import parse_shape
+
+    shapes = (
+        parse_shape({"E": 8, "topk": 2, "K": 128, "I": 96}),
+        parse_shape({"E": 4, "topk": 2, "K": 96, "I": 64, "activation": "swigluoai", "has_bias": True}),
+    )
+    suite = Suite(
+        shapes, (1, 33), cuda.CONTENDERS, ("uniform", "zipf", "single"), seconds=0.02, device="cuda"
+    )
+    report = cuda.run(suite)
+    assert report.ok
+    assert [(row.case.contender, row.reason) for row in report.rows if row.times is None] == []
+    assert len(report.notes) == 3
+    assert report.environment["gpu"]

@@ -14,6 +14,7 @@ from moe_cpu.models import ModelShape, find
 
 ROUTINGS = ("uniform", "zipf", "single", "router")
 SCHEMES = ("bf16",)
+DEVICES = ("cpu", "cuda")
 _LISTS = ("shapes", "tokens", "contenders", "routings")
 
 
@@ -52,6 +53,7 @@ class Suite:
         seconds: time spent on one point, shared by its contenders.
         cold: whether weights must come from memory. If not, one layer is used and may stay in the cache: for smoke runs.
         name: for reports.
+        device: "cpu", or "cuda" for the current GPU.
     """
 
     shapes: tuple[ModelShape, ...]
@@ -65,11 +67,14 @@ class Suite:
     seconds: float = 2.0
     cold: bool = True
     name: str = "suite"
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         for routing in self.routings:
             if routing not in ROUTINGS:
                 raise ArgumentError(f"routing: expected one of {', '.join(ROUTINGS)}, got {routing!r}")
+        if self.device not in DEVICES:
+            raise ArgumentError(f"device: expected one of {', '.join(DEVICES)}, got {self.device!r}")
         if self.scheme not in SCHEMES:
             raise ArgumentError(f"scheme: expected one of {', '.join(SCHEMES)}, got {self.scheme!r}")
         if not self.shapes or not self.tokens or not self.contenders:

@@ -43,24 +43,33 @@ class Source(Protocol):
 
 
 class RandomSource:
-    """Random weights, tokens and routing: what is measured where no checkpoint is given."""
+    """Random weights, tokens and routing: what is measured where no checkpoint is given.
+
+    Args:
+        device: where weights are made; tokens and routing are made where their generator is.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
 
     def make_layer(self, shape: ModelShape, seed: int) -> DenseLayer:
-        return random_layer(shape, seed)
+        return random_layer(shape, seed, self.device)
 
     def make_inputs(self, shape: ModelShape, M: int, routing: str, rng: torch.Generator, seed: int) -> Inputs:
         return Inputs(random_tokens(M, shape.K, rng), *random_routing(shape, M, routing, rng, seed))
 
 
-def generator(seed: int) -> torch.Generator:
+def generator(seed: int, device: str = "cpu") -> torch.Generator:
     """A generator of its own, so that nobody else's draws are disturbed."""
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator(device).manual_seed(seed)
 
 
 def _weights(E: int, rows: int, cols: int, rng: torch.Generator) -> Tensor:
     drawn = min(E, _DRAWN_EXPERTS)
-    pool = torch.randn((drawn, rows, cols), generator=rng).mul_(cols**-0.5).to(torch.bfloat16)
-    out = torch.empty((E, rows, cols), dtype=torch.bfloat16)
+    pool = (
+        torch.randn((drawn, rows, cols), generator=rng, device=rng.device).mul_(cols**-0.5).to(torch.bfloat16)
+    )
+    out = torch.empty((E, rows, cols), dtype=torch.bfloat16, device=rng.device)
     for e in range(E):
         shift = (e // drawn) % rows
         source = pool[e % drawn]
@@ -69,15 +78,15 @@ def _weights(E: int, rows: int, cols: int, rng: torch.Generator) -> Tensor:
     return out
 
 
-def random_layer(shape: ModelShape, seed: int) -> DenseLayer:
+def random_layer(shape: ModelShape, seed: int, device: str = "cpu") -> DenseLayer:
     """A layer with normal weights scaled so that activations stay of order one."""
-    rng = generator(seed)
+    rng = generator(seed, device)
     w1 = _weights(shape.E, shape.N, shape.K, rng)
     w2 = _weights(shape.E, shape.K, shape.I, rng)
     if not shape.has_bias:
         return DenseLayer(w1, w2, None, None)
-    w1_bias = torch.randn((shape.E, shape.N), generator=rng)
-    w2_bias = torch.randn((shape.E, shape.K), generator=rng)
+    w1_bias = torch.randn((shape.E, shape.N), generator=rng, device=rng.device)
+    w2_bias = torch.randn((shape.E, shape.K), generator=rng, device=rng.device)
     return DenseLayer(w1, w2, w1_bias, w2_bias)
 
 
@@ -91,7 +100,7 @@ def copy_layer(layer: DenseLayer, shift: int) -> DenseLayer:
 
 def random_tokens(M: int, K: int, rng: torch.Generator) -> Tensor:
     """Hidden states `[M, K]` bf16, normal."""
-    return torch.randn((M, K), generator=rng).to(torch.bfloat16)
+    return torch.randn((M, K), generator=rng, device=rng.device).to(torch.bfloat16)
 
 
 def random_routing(
@@ -111,11 +120,11 @@ def random_routing(
             "routing: 'router' runs the router of a checkpoint, and none was given; take uniform, zipf or single"
         )
     E, topk = shape.E, shape.topk
-    logits = torch.zeros(E)
+    logits = torch.zeros(E, device=rng.device)
     if routing == "zipf":
-        order = torch.randperm(E, generator=generator(popularity_seed))
-        logits[order] = -torch.arange(1, E + 1, dtype=torch.float32).log()
-    noise = -torch.empty((M, E)).exponential_(generator=rng).log_()
+        order = torch.randperm(E, generator=generator(popularity_seed)).to(rng.device)
+        logits[order] = -torch.arange(1, E + 1, dtype=torch.float32, device=rng.device).log()
+    noise = -torch.empty((M, E), device=rng.device).exponential_(generator=rng).log_()
     if routing == "single":
         noise = noise[:1].expand(M, E)
     scores, ids = (logits + noise).topk(topk, dim=-1)

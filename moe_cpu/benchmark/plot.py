@@ -45,7 +45,7 @@ def save(report: Report, path: str | Path) -> None:
         right.set_title("tokens per second", fontsize=9)
     e = report.environment
     figure.suptitle(
-        f"{e['cpu']}, {e['threads']} threads, moe-cpu {e['moe_cpu']} ({e['commit'] or 'no commit'}), torch {e['torch']}",
+        f"{e.get('gpu') or e['cpu']}, {e['threads']} threads, moe-cpu {e['moe_cpu']} ({e['commit'] or 'no commit'}), torch {e['torch']}",
         fontsize=9,
     )
     figure.savefig(path, dpi=130)
@@ -93,7 +93,11 @@ def _roofline(axes: Any, report: Report, rows: list[Row], style: dict[str, Any])
                 f"{name} peak", (high, peak / 1e12), ha="right", va="bottom", fontsize=7, color="0.3"
             )
         axes.annotate(
-            "read bandwidth", (low, report.ceilings.read * low / 1e12), va="bottom", fontsize=7, color="0.3"
+            "copy bandwidth" if "gpu" in report.environment else "read bandwidth",
+            (low, report.ceilings.read * low / 1e12),
+            va="bottom",
+            fontsize=7,
+            color="0.3",
         )
     for name, group in _by_contender(rows).items():
         points = [(r.work.flops / r.work.bytes, (r.flops or 0) / 1e12) for r in group if r.work]

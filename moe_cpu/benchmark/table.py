@@ -41,6 +41,8 @@ def _against(row: Row) -> str:
 def lines(report: Report) -> Iterator[str]:
     """The report, line by line: where it was measured, ceilings, one table for each shape and routing, what did not run and why."""
     e = report.environment
+    if e.get("gpu"):
+        yield f"{e['gpu']}, CUDA {e['cuda']}, Triton {e['triton'] or 'not installed'}; host:"
     yield f"{e['cpu']}, {e['logical_cpus']} logical CPUs, {e['threads']} threads, best ISA {e['isa'] or 'none'}"
     yield f"moe-cpu {e['moe_cpu']} ({e['commit'] or 'no commit'}), torch {e['torch']}, Python {e['python']}, {e['compiler'] or 'no native library'}"
     if report.ceilings is None:
@@ -49,7 +51,8 @@ def lines(report: Report) -> Iterator[str]:
         peaks = ", ".join(
             f"{name} {value / 1e12:.3g} TFLOP/s" for name, value in report.ceilings.matrix.items()
         )
-        yield f"ceilings: {peaks} (operands in registers), memory {report.ceilings.read / 1e9:.3g} GB/s"
+        how = "a product by torch" if e.get("gpu") else "operands in registers"
+        yield f"ceilings: {peaks} ({how}), memory {report.ceilings.read / 1e9:.3g} GB/s"
     for (shape, routing), group in groupby(report.rows, key=lambda r: (r.case.shape, r.case.routing)):
         rows = list(group)
         yield ""

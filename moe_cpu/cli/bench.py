@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from moe_cpu.benchmark import ROUTINGS, Report, Suite, plot, run, table
+from moe_cpu.benchmark import ROUTINGS, Report, Suite, cuda, plot, run, table
 from moe_cpu.benchmark.baselines import BASELINES
+from moe_cpu.benchmark.case import DEVICES
 from moe_cpu.benchmark.checkpoint import Checkpoint
 from moe_cpu.benchmark.report import SKIPPED
 from moe_cpu.errors import ArgumentError
@@ -21,6 +22,7 @@ DEFAULT_SHAPE = ModelShape("qwen3-like", E=64, topk=8, K=1024, I=512)
 _EPILOG = f"""\
 models: {", ".join(MODELS)}
 baselines: {", ".join(BASELINES)}
+on cuda: {", ".join(cuda.NAMES)}
 The answer of every contender is compared with float64 before its time counts. Exit status 1: one of our backends was wrong
 or raised, or one that was asked for by name cannot run here.
 """
@@ -55,6 +57,7 @@ def add_parser(commands: Any) -> None:
     what.add_argument(
         "--routing", metavar="NAME,...", type=_list, help=", ".join(r for r in ROUTINGS if r != "router")
     )
+    what.add_argument("--device", choices=DEVICES, help="where (default cpu)")
     who = parser.add_argument_group("who takes part")
     who.add_argument(
         "--backend",
@@ -93,7 +96,10 @@ def main(options: argparse.Namespace) -> int:
         plot.pyplot()  # or it is refused before anything is measured
     steps = 1 + len(suite.shapes) * (1 + len(list(suite.points())))
     keep = (lambda report: report.save(options.json)) if options.json else None
-    report = _with_progress(lambda tell: run(suite, source=checkpoint, progress=tell, keep=keep), steps)
+    if suite.device == "cuda":
+        report = _with_progress(lambda tell: cuda.run(suite, progress=tell, keep=keep), steps)
+    else:
+        report = _with_progress(lambda tell: run(suite, source=checkpoint, progress=tell, keep=keep), steps)
     for line in table.lines(report):
         print(line)
     if options.plot:
@@ -118,6 +124,10 @@ def build_suite(options: argparse.Namespace) -> tuple[Suite, Checkpoint | None]:
     checkpoint = Checkpoint(options.checkpoint, options.layer) if options.checkpoint else None
     changes: dict[str, Any] = {}
     if checkpoint is not None:
+        if options.device == "cuda":
+            raise ArgumentError(
+                "bench: --checkpoint is measured on the cpu; give --model or --shape for cuda"
+            )
         if options.routing:
             raise ArgumentError("bench: --routing contradicts --checkpoint, which brings its own router")
         suite = Suite((checkpoint.shape,), routings=("router",), name="checkpoint")
@@ -126,11 +136,14 @@ def build_suite(options: argparse.Namespace) -> tuple[Suite, Checkpoint | None]:
     else:
         shapes = tuple(map(find, options.model)) if options.model else (options.shape or DEFAULT_SHAPE,)
         suite = Suite(shapes, name=shapes[0].name)
+        if options.device == "cuda":
+            suite = replace(suite, contenders=cuda.CONTENDERS)
     if options.experts is not None:
         if checkpoint is not None:
             raise ArgumentError("bench: --experts contradicts --checkpoint, whose router knows all experts")
         changes["shapes"] = tuple(shape.with_experts(options.experts) for shape in suite.shapes)
     for option, name in (
+        ("device", "device"),
         ("tokens", "tokens"),
         ("routing", "routings"),
         ("threads", "threads"),
