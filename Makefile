@@ -13,7 +13,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 KERNELS := $(shell find kernels -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help bench bench-smoke test lint format asan wheel clean
+.PHONY: help bench bench-smoke test test-triton lint format asan wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,10 @@ $(VENV)/.test: pyproject.toml | $(VENV)/.package
 	$(PIP) install --no-build-isolation --editable ".[test,transformers]"
 	touch $@
 
+$(VENV)/.triton: pyproject.toml | $(VENV)/.test
+	$(PIP) install --no-build-isolation --editable ".[triton]"
+	touch $@
+
 $(VENV)/.dev: pyproject.toml | $(VENV)/.test
 	$(PIP) install --no-build-isolation --editable ".[dev]"
 	touch $@
@@ -45,6 +49,10 @@ bench-smoke: $(VENV)/.package ## run every benchmark path once on tiny cases
 
 test: $(VENV)/.test ## run the tests; PYTEST_ARGS="-k align" for some of them
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-triton: $(VENV)/.triton ## run the GPU kernels on the CPU, in Triton's interpreter
+	TRITON_INTERPRET=1 MOE_CPU_TEST_REQUIRE_TRITON=1 OMP_NUM_THREADS=1 \
+	  $(VENV)/bin/python -m pytest -q -n $(JOBS) tests/test_triton.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## check style and types
 	$(VENV)/bin/ruff check .
