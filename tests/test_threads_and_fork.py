@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from calls import call, native, pack, run_kernel
+from calls import TIMEOUT, call, in_child, native, pack, run_kernel
 from strategies import make_case
 
 from moe_cpu import (
@@ -27,31 +25,7 @@ from moe_cpu import (
 )
 from moe_cpu.experts import create
 
-TIMEOUT = 60
 CASES = [make_case(M=m, K=160, I=96, E=6, topk=2, seed=m) for m in (1, 5, 33, 70)]
-
-
-def in_child(work) -> None:
-    """Runs `work` in a forked child; fails when it raises, crashes or does not come back."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    deadline = time.monotonic() + TIMEOUT
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            assert os.WIFEXITED(status), f"the child was killed by signal {os.WTERMSIG(status)}"
-            assert os.WEXITSTATUS(status) == 0, "the child raised"
-            return
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    pytest.fail(f"the child did not come back within {TIMEOUT} s")
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
@@ -195,6 +169,29 @@ if __name__ == "__main__":
     print(multiprocessing.get_context("spawn").Pool(2).map(work, range(2)))
 """)
     assert python(str(script)) == "[True, True]"
+
+
+def test_packed_weights_as_an_argument_of_spawned_processes(tmp_path):
+    """Sending them moves the sender's tensors to shared memory; both sides go on computing the same."""
+    script = tmp_path / "argument.py"
+    script.write_text("""
+import torch
+from calls import native, pack
+from strategies import make_case
+
+CASE = make_case(M=20, bias=True, seed=123)
+
+def work(rank, packed, want):
+    assert torch.equal(native(CASE, None, packed), want)
+
+if __name__ == "__main__":
+    packed = pack(CASE)
+    want = native(CASE, None, packed)
+    torch.multiprocessing.spawn(work, (packed, want), nprocs=2)
+    assert torch.equal(native(CASE, None, packed), want)
+    print("same")
+""")
+    assert python(str(script)) == "same"
 
 
 def test_torchs_thread_count_governs_and_one_openmp_is_loaded():
