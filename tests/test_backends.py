@@ -7,7 +7,7 @@ import dataclasses
 import bounds
 import pytest
 import torch
-from calls import call, modular, pack
+from calls import call, modular, pack, require
 from hypothesis import given
 from strategies import cases, make_case
 
@@ -23,11 +23,6 @@ CONFIG = ExpertsConfig(
 # oneDNN hands both products over in bf16.
 ONEDNN = {"first": "bfloat16", "pair": "bfloat16"}
 STATUS = {status.name: status for status in list_backends()}
-
-
-def require(backend):
-    if not STATUS[backend].available:
-        pytest.skip(f"{backend}: {STATUS[backend].reason}")
 
 
 def test_every_refusal_has_a_sentence():

@@ -140,9 +140,9 @@ def nothing_happens(monkeypatch):
 def test_what_does_not_fit_is_refused_before_it_is_allocated(monkeypatch, nothing_happens):
     monkeypatch.setattr(memory, "available_bytes", lambda: 30 << 30)
     with pytest.raises(OutOfMemory) as refusal:
-        run(suite(shapes=(SHAPE, find("deepseek-v3")), contenders=("native", "onednn")))
+        run(suite(shapes=(SHAPE, find("deepseek-v3")), contenders=("native", "reference")))
     # 256 experts of 3 * 7168 * 2048 bf16; packed once, kept by oneDNN once, dense once for both others.
-    assert "weights of one layer 21.00 GiB, 3 layouts of them for native, onednn, torch_loop" in str(
+    assert "weights of one layer 21.00 GiB, 2 layouts of them for native, reference, torch_loop" in str(
         refusal.value
     )
     assert "deepseek-v3 with M = 5: 106.0" in str(refusal.value)

@@ -7,10 +7,11 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from calls import call, native, native_pairs, pack
+from calls import call, native, native_pairs, pack, require
 from strategies import Case, make_case, strided
 
 from moe_cpu import PackedExperts, fused_experts, ops, pack_ops
+from moe_cpu import isa as selection
 from moe_cpu.errors import ExpertIdError, IsaUnavailable
 from moe_cpu.experts import create
 
@@ -40,7 +41,8 @@ def test_weights_of_more_than_2_to_31_elements(isa):
     case, packed = one_expert_of_many(E, E - 1)
     assert E * packed.N * packed.K > 2**31
     ids = torch.full_like(case.topk_ids, E - 1)
-    case.check(fused_experts(case.x, packed, None, case.topk_weights, ids), isa=isa)
+    with selection.use(isa):
+        case.check(fused_experts(case.x, packed, None, case.topk_weights, ids), isa=isa)
     pairs = ops.experts_unreduced(case.x, packed, ids, activation="silu", isa=isa)
     want, error = bounds.pair_errors(**case.pair_arguments(), numerics=case.numerics(pair="bfloat16"))
     bounds.assert_within(pairs, want, error, isa=isa)
@@ -120,16 +122,11 @@ def test_strided_routing(isa, how):
 
 @pytest.mark.parametrize("backend", ["native", "onednn", "reference"])
 def test_the_callers_weights_are_left_alone(backend):
+    require(backend)
     case = make_case(M=6, topk=1, weight_on_input=True, seed=148)
     before = case.topk_weights.clone()
-    call(case, backend="reference" if backend == "onednn" and not _onednn() else backend)
+    call(case, backend=backend)
     assert torch.equal(case.topk_weights, before)
-
-
-def _onednn() -> bool:
-    from moe_cpu.experts import list_backends
-
-    return next(s.available for s in list_backends() if s.name == "onednn")
 
 
 @pytest.mark.parametrize("K", [1, 31, 33, 100, 2879])
@@ -238,8 +235,7 @@ def test_a_skewed_batch(isa):
 @pytest.mark.parametrize("backend", ["native", "onednn", "reference"])
 def test_no_expert_does_not_read_the_maps_last_entry(backend):
     """map[-1] is a real expert's place: an index that wraps around would compute with it."""
-    if backend == "onednn" and not _onednn():
-        pytest.skip("onednn cannot run here")
+    require(backend)
     case = make_case(M=6, E=4, topk=2, local=2, seed=157)
     expert_map = torch.tensor([-1, 0, -1, 1], dtype=torch.int32)
     ids = torch.tensor([[3, -1]] * 3 + [[-1, -1]] * 3, dtype=torch.int32)
@@ -251,8 +247,7 @@ def test_no_expert_does_not_read_the_maps_last_entry(backend):
 
 @pytest.mark.parametrize("backend", ["native", "onednn", "reference"])
 def test_pairs_without_an_expert_are_zero_before_the_sum(backend):
-    if backend == "onednn" and not _onednn():
-        pytest.skip("onednn cannot run here")
+    require(backend)
     case = make_case(M=6, E=4, topk=2, local=2, bias=True, seed=158)
     ids = torch.tensor([[3, -1], [0, 1], [-1, 2]] * 2, dtype=torch.int32)
     case = case.with_(expert_map=torch.tensor([-1, 0, -1, 1], dtype=torch.int32), topk_ids=ids)
