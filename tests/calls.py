@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -14,6 +17,8 @@ from torch import Tensor
 from moe_cpu import FusedMoEModularKernel, MoEPrepareAndFinalizeNoEP, PackedExperts, fused_experts, ops
 from moe_cpu import isa as selection
 from moe_cpu.experts import list_backends
+
+TIMEOUT = 60
 
 
 def pack(case: Case, **options: Any) -> PackedExperts:
@@ -116,3 +121,26 @@ def poisoned_empty() -> Iterator[None]:
     finally:
         for name, make in originals.items():
             setattr(torch, name, make)
+
+
+def in_child(work: Callable[[], Any]) -> None:
+    """Runs `work` in a forked child; fails when it raises, crashes or does not come back."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            assert os.WIFEXITED(status), f"the child was killed by signal {os.WTERMSIG(status)}"
+            assert os.WEXITSTATUS(status) == 0, "the child raised"
+            return
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    pytest.fail(f"the child did not come back within {TIMEOUT} s")
