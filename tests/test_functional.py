@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 
 import bounds
 import pytest
@@ -105,6 +106,77 @@ def test_inplace(backend):
     got = call(case, backend=backend, inplace=True)
     assert got is case.x
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "shape", [{"M": 1, "K": 64}, {"M": 70, "K": 96, "local": 2}, {"M": 1500, "K": 2304, "I": 32, "topk": 4}]
+)
+def test_inplace_into_what_is_still_read(set_threads, threads, dtype, shape):
+    """The native result takes the place of x directly: every row of x is read before, also when columns come in slices."""
+    set_threads(threads)
+    case = make_case(**shape, x_dtype=dtype, seed=85)
+    want = call(case, backend="native")
+    case = case.with_(x=case.x.clone())
+    before = case.x._version
+    assert call(case, backend="native", inplace=True) is case.x
+    assert torch.equal(case.x, want)
+    assert case.x._version > before, "autograd must learn of the write"
+
+
+def test_a_refused_inplace_call_writes_nothing():
+    case = make_case(M=8, seed=85)
+    ids = case.topk_ids.clone()
+    ids[7, 1] = 99
+    case = case.with_(x=case.x.clone(), topk_ids=ids)
+    before = case.x.clone()
+    with pytest.raises(IndexError):
+        call(case, backend="native", inplace=True)
+    assert torch.equal(case.x, before)
+
+
+def test_inplace_on_strided_memory():
+    case = make_case(M=8, seed=85)
+    want = call(case, backend="native")
+    view = strided(case.x, "columns")
+    assert call(case.with_(x=view), backend="native", inplace=True) is view
+    assert torch.equal(view, want)
+
+
+class Subclass(PackedExperts):
+    pass
+
+
+def quacking(packed):
+    names = (
+        "E",
+        "K",
+        "I",
+        "N",
+        "shape",
+        "dtype",
+        "gate_layout",
+        "has_bias",
+        "requires_grad",
+        "w1",
+        "w2",
+        "w1_bias",
+        "w2_bias",
+    )
+    return SimpleNamespace(unpack=packed.unpack, **{name: getattr(packed, name) for name in names})
+
+
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+@pytest.mark.parametrize("kind", ["subclass", "duck"])
+def test_what_looks_like_packed_experts(backend, kind):
+    case = make_case(M=6, bias=True, seed=85)
+    packed = pack(case)
+    want = call(case, packed=packed, backend=backend)
+    other = Subclass.from_state_dict(packed.state_dict()) if kind == "subclass" else quacking(packed)
+    assert torch.equal(call(case, packed=other, backend=backend), want)
+    with pytest.raises(ArgumentError, match="w2"):
+        call(case.with_(w1=other), backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

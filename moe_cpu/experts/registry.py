@@ -74,7 +74,7 @@ def select(config: ExpertsConfig, candidates: Sequence[str] = NAMES) -> str:
     Raises: BackendUnavailable listing every candidate with its reason; IsaUnavailable when MOE_CPU_ISA, NativeLibraryMissing when MOE_CPU_LIBRARY cannot
         be had, for what was forced must not end in another backend.
     """
-    if "native" in candidates and native_library.forced_but_missing():
+    if config.device == "cpu" and "native" in candidates and native_library.forced_but_missing():
         raise NativeLibraryMissing(
             f"{native_library.PATH_VARIABLE} is set, but {native_library.why_not()}; correct or unset it"
         )

@@ -1,0 +1,102 @@
+"""With and without a native library, and without the memory it asks for."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from calls import call
+from strategies import make_case
+
+import moe_cpu
+from moe_cpu import errors, isa, native_library, ops
+from moe_cpu.experts import create, registry
+from moe_cpu.experts.cpu import SelectedExperts
+from moe_cpu.functional import _stages
+from moe_cpu.scratch import Scratch
+
+
+@pytest.fixture
+def no_library(monkeypatch):
+    """As if there were none; what was chosen with it is forgotten, before and after."""
+    monkeypatch.delenv(native_library.PATH_VARIABLE, raising=False)
+    monkeypatch.setattr(native_library, "_library", None)
+    monkeypatch.setattr(native_library, "_reason", "no libmoe_cpu.so anywhere")
+    monkeypatch.setattr(ops, "_isas", None)
+    monkeypatch.setattr(registry, "_warned", False)
+    isa.forget()
+    _stages.cache_clear()
+    yield
+    isa.forget()
+    _stages.cache_clear()
+
+
+def test_a_library_asked_for_by_name_is_never_replaced(no_library, monkeypatch):
+    monkeypatch.setenv(native_library.PATH_VARIABLE, "/nowhere/libmoe_cpu.so")
+    for backend in ("auto", "native"):
+        with pytest.raises(errors.BackendUnavailable, match=r"MOE_CPU_LIBRARY|native.*no libmoe_cpu\.so"):
+            call(make_case(seed=151), backend=backend)
+    with pytest.raises(
+        errors.NativeLibraryMissing, match=r"MOE_CPU_LIBRARY is set.*no libmoe_cpu\.so anywhere"
+    ):
+        call(make_case(seed=151))
+    call(make_case(seed=151), backend="reference")
+
+
+def test_a_skipped_native_backend_is_told_once(no_library):
+    case = make_case(seed=152)
+    with pytest.warns(UserWarning, match=r"native backend is skipped.*no libmoe_cpu\.so anywhere"):
+        call(case)
+    _stages.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(case)
+
+
+def test_weights_that_it_would_not_take_need_no_warning(no_library):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(make_case(seed=153, w_dtype=torch.float32))
+
+
+def test_supports_swallows_nothing_but_a_refusal(monkeypatch):
+    def broken(self, config):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(SelectedExperts, "select", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        SelectedExperts().supports(None)
+
+
+def test_a_name_that_cannot_be_had_is_no_attribute(monkeypatch):
+    def missing(name):
+        raise errors.BackendUnavailable(f"backend {name}: its module cannot be imported: no driver")
+
+    monkeypatch.setattr(registry, "backend_class", missing)
+    assert not hasattr(moe_cpu, "TritonExperts")
+    with pytest.raises(AttributeError, match=r"TritonExperts.*no driver"):
+        moe_cpu.TritonExperts  # noqa: B018
+
+
+def test_without_a_choice_of_an_instruction_set():
+    with pytest.raises(errors.IsaUnavailable, match=r"moe_cpu\.isa"):
+        ops._undecided()
+
+
+def test_scratch_that_cannot_be_had_is_named_with_its_bytes(monkeypatch):
+    case = make_case(seed=154)
+    want = call(case, backend="native")
+    size = 1 << 60
+    with pytest.raises(errors.OutOfMemory, match=str(size)):
+        ops._mine.grow(size)
+    assert ops._mine.scratch_bytes == 0
+    assert torch.equal(call(case, backend="native"), want), "the next call finds no freed memory"
+    with pytest.raises(MemoryError, match=rf"{2 * size} bytes"):
+        Scratch().workspaces(size, 0, torch.bfloat16, torch.device("cpu"))
+
+
+def test_batched_scratch_is_sized_by_the_experts_that_are_here():
+    a, aq = torch.empty(8, 64, dtype=torch.bfloat16), torch.empty(2, 8, 64, dtype=torch.bfloat16)
+    sizes = [create("native").workspace_shapes(a, aq, 8, 96, 64, 2, experts) for experts in (2, 256)]
+    assert sizes[0] == sizes[1]
