@@ -78,7 +78,10 @@ class BatchedPrepareAndFinalize(FusedMoEPrepareAndFinalize):
     ) -> None:
         """Gathers `fused_expert_output [E, max_num_tokens, K]` by the local ids that `prepare` returned, weights and sums.
 
+        A slot with local id -1 adds exactly zero.
+
         Raises: ShapeError.
+        Numerics: weights and sum in float32, slots in order, one rounding.
         """
         K = output.shape[1]
         expected = (self.num_local_experts, self.max_num_tokens, K)

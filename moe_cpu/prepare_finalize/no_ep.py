@@ -44,7 +44,11 @@ class MoEPrepareAndFinalizeNoEP(FusedMoEPrepareAndFinalize):
     ) -> None:
         """Weights and sums `[M, topk, K]`; copies what is already reduced `[M, K]`; an empty result gives zeros.
 
+        A slot with id -1 adds exactly zero. The ids are global ones and no map comes here, so the caller has made the weights of remote experts zero,
+        as `FusedMoEModularKernel` does.
+
         Raises: ShapeError when the result is neither.
+        Numerics: weights and sum in float32, slots in order, one rounding.
         """
         if fused_expert_output is output:
             return

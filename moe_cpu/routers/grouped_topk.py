@@ -34,7 +34,8 @@ def grouped_topk(
         routed_scaling_factor: multiplies the weights at the end.
     Returns: `Routing`, weights `[M, topk]` float32 and ids `[M, topk]` int32, best first, lowest id first among equals.
     Raises: ShapeError, DTypeError, ArgumentError.
-    Source: DeepSeek-V2 (arXiv:2405.04434) section 2.1.2, DeepSeek-V3 (arXiv:2412.19437) section 2.1.2.
+    Numerics: scores, choice and weights in float32. Scores are compared after softmax or sigmoid, whose rounding may make ties of different logits.
+    Source: DeepSeek-V2 (arXiv:2405.04434) section 2.2.2, DeepSeek-V3 (arXiv:2412.19437) section 2.1.2.
     """
     logits = float32_logits(router_logits, topk)
     M, E = logits.shape

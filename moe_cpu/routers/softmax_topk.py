@@ -18,6 +18,7 @@ def softmax_topk(router_logits: torch.Tensor, topk: int, renormalize: bool = Tru
     Returns: `Routing`, weights `[M, topk]` float32 and ids `[M, topk]` int32, best first, lowest id first among equals.
     Raises: ShapeError, DTypeError, ArgumentError.
     Numerics: float32 throughout; equal logits are compared as they came, so rounding inside softmax makes no ties.
+    Source: Mixtral (arXiv:2401.04088) section 2.1; without `renormalize`, OLMoE (arXiv:2409.02060).
     """
     logits = float32_logits(router_logits, topk)
     ids = largest(logits, topk)
