@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_cpu.checks import check_call, check_expert_ids, check_no_scales, resolve_num_experts
-from moe_cpu.errors import dtype_name, shape_error
+from moe_cpu.checks import (
+    check_batched_call,
+    check_call,
+    check_expert_ids,
+    check_no_scales,
+    resolve_num_experts,
+)
+from moe_cpu.errors import dtype_name
 from moe_cpu.experts.config import ExpertsConfig
 from moe_cpu.experts.loop import result_memory
 from moe_cpu.modular_kernel import FusedMoEPermuteExpertsUnpermute
@@ -107,11 +113,8 @@ class TritonExperts(FusedMoEPermuteExpertsUnpermute):
         if hidden_states.dim() == 3:
             from moe_cpu.experts import triton_layer
 
-            E, T, K = hidden_states.shape
-            if (E, K) != (w2.shape[0], w2.shape[1]):
-                expected = (w2.shape[0], T, w2.shape[1])
-                raise shape_error("hidden_states", "[E, max_num_tokens, K]", expected, hidden_states.shape)
-            out = result_memory((E, T, K), hidden_states.dtype, hidden_states.device, workspace13)
+            check_batched_call(hidden_states, w1, w2, activation, expert_num_tokens, w1_bias, w2_bias)
+            out = result_memory(hidden_states.shape, hidden_states.dtype, hidden_states.device, workspace13)
             triton_layer.batched(
                 self._scratch, self.plan, out, hidden_states, w1, w2, expert_num_tokens, activation, w1_bias, w2_bias
             )  # fmt: skip
