@@ -1,10 +1,10 @@
 # Everything runs in a virtual environment made here on first use; `make help` lists the targets.
 PYTHON ?= python3
 VENV ?= .venv
-# The CPU build of torch is installed first, because pip would otherwise choose the newest build there is, on many hosts one with CUDA.
-# Where the index has no CPU build under that name: make bench TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# torch comes from the index of its CPU builds, because a default index may offer one with gigabytes of CUDA. Where that index cannot be reached, which
+# takes at most 8 seconds to find out, the default index has to do; TORCH_INDEX= does not ask at all.
 TORCH ?= torch==2.13.0
-TORCH_INDEX ?=
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 JOBS ?= $(shell nproc)
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
@@ -20,7 +20,12 @@ help: ## list the targets
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+ifneq ($(strip $(TORCH_INDEX)),)
+	@{ timeout 8 $(PIP) index versions torch --index-url $(TORCH_INDEX) --retries 0 >/dev/null 2>&1 && \
+	  $(PIP) install --no-deps --index-url $(TORCH_INDEX) --retries 1 "$(TORCH)" 2>/dev/null; } || \
+	  echo "no $(TORCH) from $(TORCH_INDEX); taking the default index's"
+endif
+	$(PIP) install "$(TORCH)"
 	touch $@
 
 # Editable: Python files are used where they lie, and a changed kernel is compiled again by the next make.
