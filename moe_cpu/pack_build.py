@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import mmap
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from moe_cpu import native_library as native
 from moe_cpu import pack_ops
-from moe_cpu.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from moe_cpu.errors import ArgumentError, DeviceError, DTypeError, ShapeError, out_of_memory_error
 
 
 class Matrices:
@@ -48,13 +51,17 @@ class Matrices:
 
 
 class Stack:
-    """Packed experts, one after the other, in one `[E, elements]` buffer."""
+    """Packed experts, one after the other, in one `[E, elements]` buffer.
+
+    Memory: an unknown number of experts grows in pages of its own, which move without being copied. Blocks of the allocator would be held twice while
+    they are joined, for it keeps what it is given back.
+    """
 
     def __init__(self, source: Matrices, gate_layout: str) -> None:
         self.name, self.gate_layout, self.count = source.name, gate_layout, source.count
         self.dense_shape = (0, 0)
-        self.rows: list[Tensor] = []
         self.buffer: Tensor | None = None
+        self.pages: mmap.mmap | None = None
         self.used = 0
 
     def add(self, dense: Tensor) -> None:
@@ -62,28 +69,49 @@ class Stack:
         if self.used == 0:
             self.dense_shape = (rows, cols)
             self.size = pack_ops.packed_elements(rows, cols, self.gate_layout)
-            if self.count is not None:
-                self.buffer = torch.empty((self.count, self.size), dtype=torch.bfloat16)
         elif (rows, cols) != self.dense_shape:
             raise ShapeError(
                 f"{self.name}[{self.used}]: expected {list(self.dense_shape)} as the experts before it, got [{rows}, {cols}]"
             )
-        if self.buffer is None:
-            self.rows.append(torch.empty(self.size, dtype=torch.bfloat16))
-        pack_ops.pack_expert(
-            dense, self.gate_layout, self.rows[-1] if self.buffer is None else self.buffer[self.used]
-        )
+        pack_ops.pack_expert(dense, self.gate_layout, self._place())
         self.used += 1
+        _return_free_memory()
 
     def finish(self) -> Tensor:
         if self.used == 0:
             raise ShapeError(f"{self.name}: expected at least one expert, got none")
         if self.buffer is not None:
             return self.buffer
-        stacked = torch.empty((self.used, self.size), dtype=torch.bfloat16)
-        for index in range(self.used - 1, -1, -1):
-            stacked[index] = self.rows.pop()
-        return stacked
+        # Keeps the pages, which nobody can resize any more, alive.
+        everything = torch.frombuffer(self.pages, dtype=torch.bfloat16, count=self.used * self.size)
+        return everything.view(self.used, self.size)
+
+    def _place(self) -> Tensor:
+        """Where the next expert goes. Raises OutOfMemory with the bytes."""
+        size = (self.count or self.used + 1) * self.size * 2
+        try:
+            if self.count is not None:
+                if self.buffer is None:
+                    self.buffer = torch.empty((self.count, self.size), dtype=torch.bfloat16)
+                return self.buffer[self.used]
+            if self.pages is None:
+                self.pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            else:
+                self.pages.resize(size)
+        except (RuntimeError, OSError) as error:
+            raise out_of_memory_error(
+                f"packed {self.name}", size, "use a machine with more memory"
+            ) from error
+        return torch.frombuffer(
+            self.pages, dtype=torch.bfloat16, count=self.size, offset=self.used * self.size * 2
+        )
+
+
+def _return_free_memory() -> None:
+    """Gives what the C allocator keeps of freed matrices back to the system; blocks of several MiB, kept apart by small ones, would add up."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def check_even(w1: Tensor, gate_layout: str) -> None:
