@@ -115,9 +115,11 @@ def token_count_error(expert: int, value: int, max_num_tokens: int) -> ArgumentE
     )
 
 
-def out_of_memory_error(what: str, size: int) -> OutOfMemory:
+def out_of_memory_error(
+    what: str, size: int, hint: str = "split the tokens into several calls"
+) -> OutOfMemory:
     """`scratch memory: 68719476736 bytes could not be had; split the tokens into several calls`."""
-    return OutOfMemory(f"{what}: {size} bytes could not be had; split the tokens into several calls")
+    return OutOfMemory(f"{what}: {size} bytes could not be had; {hint}")
 
 
 def no_backward_error(backend: str, names: Sequence[str]) -> NoBackward:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import mmap
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
@@ -75,7 +73,6 @@ class Stack:
             )
         pack_ops.pack_expert(dense, self.gate_layout, self._place())
         self.used += 1
-        _return_free_memory()
 
     def finish(self) -> Tensor:
         if self.used == 0:
@@ -105,13 +102,6 @@ class Stack:
         return torch.frombuffer(
             self.pages, dtype=torch.bfloat16, count=self.size, offset=self.used * self.size * 2
         )
-
-
-def _return_free_memory() -> None:
-    """Gives what the C allocator keeps of freed matrices back to the system; blocks of several MiB, kept apart by small ones, would add up."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def check_even(w1: Tensor, gate_layout: str) -> None:

@@ -134,6 +134,7 @@ class PackedExperts:
 
         Raises:
             ShapeError, DTypeError, DeviceError: with the expected and the given values.
+            OutOfMemory: with the bytes that the packed weights take.
 
         Memory: an iterable is consumed one expert at a time and nothing of it is kept, so a caller who lets go of each matrix as it is taken (a
         generator over a checkpoint) never holds more than the packed weights and one dense expert.

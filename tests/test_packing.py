@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import SIZES, STRIDES, generator, make_case, strided
 
-from moe_cpu import PackedExperts
-from moe_cpu.errors import ArgumentError, DTypeError, MoEError
+from moe_cpu import PackedExperts, pack_ops
+from moe_cpu.errors import ArgumentError, DTypeError, MoEError, OutOfMemory
 
 pytestmark = pytest.mark.sanitize
 BF16 = torch.bfloat16
@@ -168,6 +168,23 @@ def test_a_copy_has_weights_of_its_own(copied):
         mine.zero_()  # what still reads the original's memory would now give zeros
     del original
     assert torch.equal(native(case, None, other), want)
+
+
+def test_experts_of_unknown_number_outlive_their_source():
+    case = make_case(M=6, E=40, K=96, I=64, seed=66)
+    packed = PackedExperts.pack(iter(case.w1), iter(case.w2))
+    want = native(case, None, pack(case))
+    again = [pickle.loads(pickle.dumps(packed)), PackedExperts.from_state_dict(packed.state_dict()), packed]
+    del packed
+    while again:
+        assert torch.equal(native(case, None, again.pop()), want)
+
+
+def test_weights_without_room_are_an_error_of_their_own(monkeypatch):
+    monkeypatch.setattr(pack_ops, "packed_elements", lambda *_: 1 << 60)
+    for wrap in (list, iter):
+        with pytest.raises(OutOfMemory, match=r"packed w1: \d+ bytes"):
+            PackedExperts.pack(wrap(W1), wrap(W2))
 
 
 def test_a_shallow_copy_shares_them():
