@@ -29,7 +29,10 @@ def test_the_expert_map_is_used(isa):
 def one_expert_of_many(E: int, e: int, M: int = 3) -> tuple[Case, PackedExperts]:
     """A layer of E experts of which only expert e is ever written: the others are address space."""
     case = make_case(M=M, K=1024, I=520, E=1, topk=1, bias=False, seed=142)
-    sizes = [pack_ops.packed_elements(1040, 1024, "concatenated"), pack_ops.packed_elements(1024, 520, "none")]
+    sizes = [
+        pack_ops.packed_elements(1040, 1024, "concatenated"),
+        pack_ops.packed_elements(1024, 520, "none"),
+    ]
     w1, w2 = (torch.empty((E, size), dtype=BF16) for size in sizes)
     pack_ops.pack_expert(case.w1[0], "concatenated", w1[e])
     pack_ops.pack_expert(case.w2[0], "none", w2[e])
