@@ -1,18 +1,36 @@
 #include "runtime/parallel.h"
 
 #include <emmintrin.h>
-#include <omp.h>
 #include <sched.h>
 
 #include "runtime/fork_guard.h"
 
+// libgomp's own functions, by name: what GCC makes of `#pragma omp parallel num_threads(threads)`. Clang would make calls of another runtime of it,
+// whose pool of threads would compete with torch's.
+extern "C" {
+void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags);
+int omp_get_thread_num();
+int omp_get_num_threads();
+int omp_get_max_threads();
+}
+
 namespace moe {
 namespace {
 
+struct Region {
+  TeamBody body;
+  void* context;
+};
+
+void run_member(void* data) {
+  const Region& region = *static_cast<Region*>(data);
+  region.body(region.context, omp_get_thread_num(), omp_get_num_threads());
+}
+
 // A call from within a parallel region gets the team that OpenMP's nesting rules allow, by default one member.
 void run_here(int threads, TeamBody body, void* context) {
-#pragma omp parallel num_threads(threads)
-  body(context, omp_get_thread_num(), omp_get_num_threads());
+  Region region = {body, context};
+  GOMP_parallel(run_member, &region, static_cast<unsigned>(threads), 0);
 }
 
 }  // namespace

@@ -48,7 +48,9 @@ def compiler() -> str | None:
     if not ops.available():
         return None
     path = next(path for path in native_library.candidates() if path.exists())
-    found = re.search(rb"GCC: \([^)\0]*\) [\d.]+|clang version [^\0]+", path.read_bytes())
+    notes = path.read_bytes()
+    # What Clang builds is linked with start-up files that GCC built, so its note comes first.
+    found = re.search(rb"clang version [^\0]+", notes) or re.search(rb"GCC: \([^)\0]*\) [\d.]+", notes)
     return found.group().decode() if found else "unknown"
 
 
