@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moe_cpu import native_library as native
 from moe_cpu import ops
+from moe_cpu.errors import no_memory_error
 
 
 def moe_align_block_size(
@@ -24,6 +25,8 @@ def moe_align_block_size(
     sorted_ids = torch.empty(length, dtype=torch.int32)
     expert_ids = torch.empty(blocks, dtype=torch.int32)
     post_pad = torch.empty(1, dtype=torch.int32)
+    if not (sorted_ids.data_ptr() or length == 0) or not (topk_ids.data_ptr() or topk_ids.numel() == 0):
+        raise no_memory_error("moe_align_block_size")
     threads = torch.get_num_threads()
     needed = lib.moe_align_scratch_bytes(num_experts, threads)
     if needed > mine.scratch_bytes:

@@ -122,6 +122,13 @@ def out_of_memory_error(
     return OutOfMemory(f"{what}: {size} bytes could not be had; {hint}")
 
 
+def no_memory_error(what: str) -> ArgumentError:
+    """For a tensor that has a shape but no memory behind it."""
+    return ArgumentError(
+        f"{what}: expected tensors with memory, got one without (fake or meta); under torch.compile call the functions of moe_cpu"
+    )
+
+
 def no_backward_error(backend: str, names: Sequence[str]) -> NoBackward:
     """Says which inputs want a gradient and the two ways out."""
     return NoBackward(

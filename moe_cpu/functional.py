@@ -140,13 +140,21 @@ def _native(
         return x.zero_() if inplace else torch.zeros(x.shape, dtype=x.dtype)
     if expert_map is not None and (expert_map.dtype != torch.int32 or not expert_map.is_contiguous()):
         expert_map = ops.as_int32(expert_map)
-    tokens = x
+    if (
+        inplace
+        and not x.is_contiguous()
+        and any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True))
+    ):
+        raise ArgumentError(
+            "inplace: expected hidden_states with memory of its own for every element, got an expanded tensor; pass a clone"
+        )
+    tokens, topk_weights = x.resolve_neg(), topk_weights.resolve_neg()
     if on_input:
         tokens, topk_weights = weight_input(x, topk_weights), None
     elif topk_weights.dtype == torch.float64:
         topk_weights = topk_weights.float()
     # Every row of x has been read before the first row of the result is written, so the result may take the place of x.
-    direct = inplace and x.is_contiguous()
+    direct = inplace and x.is_contiguous() and not x.is_neg()
     out = ops.fused_experts(
         tokens, packed, topk_weights, topk_ids, activation=activation, expert_map=expert_map, out=x if direct else None
     )  # fmt: skip

@@ -72,7 +72,7 @@ def candidates() -> list[Path]:
     """Paths the library is looked for at, in order: ``MOE_CPU_LIBRARY`` alone when it is set, else beside the package's modules."""
     forced = os.environ.get(PATH_VARIABLE)
     if forced:
-        return [Path(forced)]
+        return [Path(forced).resolve()]
     import moe_cpu
 
     return [Path(folder) / "_lib" / FILE_NAME for folder in moe_cpu.__path__]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_cpu import native_library as native
-from moe_cpu.errors import ArgumentError, IsaUnavailable, dtype_name, out_of_memory_error
+from moe_cpu.errors import ArgumentError, IsaUnavailable, dtype_name, no_memory_error, out_of_memory_error
 
 if TYPE_CHECKING:
     from moe_cpu.packing import PackedExperts
@@ -27,11 +27,10 @@ _LAYER_ARGS = struct.Struct("=24q8i")
 
 
 class _PerThread(threading.local):
-    """The argument block, error numbers and scratch memory of one Python thread; reused by every call it makes."""
+    """The error numbers and scratch memory of one Python thread; reused by every call it makes."""
 
     def __init__(self) -> None:
-        self.block = bytearray(_LAYER_ARGS.size)
-        self.block_address = ctypes.addressof(ctypes.c_char.from_buffer(self.block))
+        self.busy = False
         self.info = native.Info()
         self.info_address = ctypes.addressof(self.info)
         self.scratch = torch.empty(0, dtype=torch.uint8)
@@ -121,6 +120,8 @@ def layer(
 ) -> Tensor:
     """One native layer call; see `fused_experts`, `experts_unreduced` and `experts_batched` for the three modes. Returns `out`."""
     mine = _mine
+    if mine.busy:  # a signal handler or a finalizer interrupted a call of this thread: it must not share the scratch memory
+        mine = _PerThread()
     call = native.library().moe_layer
     sizes, strides = x.shape, x.stride()
     if strides[-1] != 1 and sizes[-1] > 1:
@@ -143,21 +144,27 @@ def layer(
     w1_bias, w2_bias = packed._w1_bias, packed._w2_bias  # past the properties: this is the hot path
     index = isa if type(isa) is int else _isa_index(isa)
     x_dtype, threads = native.DTYPE_CODES[x.dtype], torch.get_num_threads()
+    x_address, out_address, w1_address = x.data_ptr(), out.data_ptr(), packed._w1.data_ptr()
+    if not (x_address and out_address and w1_address and (ids_address or topk_ids is None)):
+        raise no_memory_error("fused experts")
     while True:
-        _LAYER_ARGS.pack_into(
-            mine.block, 0,
+        block = _LAYER_ARGS.pack(
             sizes[-2], sizes[-1], packed.I, packed.E, topk, packed.E if expert_map is None else expert_map.shape[0],
-            x.data_ptr(), strides[0], strides[-2],
+            x_address, strides[0], strides[-2],
             ids_address, ids_token, ids_slot, weights_address, weights_token, weights_slot,
             0 if expert_map is None else expert_map.data_ptr(),
             0 if expert_num_tokens is None else expert_num_tokens.data_ptr(),
-            packed._w1.data_ptr(), packed._w2.data_ptr(),
+            w1_address, packed._w2.data_ptr(),
             0 if w1_bias is None else w1_bias.data_ptr(), 0 if w2_bias is None else w2_bias.data_ptr(),
-            out.data_ptr(), scratch_address, scratch_bytes,
+            out_address, scratch_address, scratch_bytes,
             x_dtype, ids_dtype, weights_dtype,
             native.ACTIVATION_CODES[activation], packed.gate_layout_code, mode, index, threads,
         )  # fmt: skip
-        status = call(mine.block_address, mine.info_address)
+        mine.busy = True
+        try:
+            status = call(block, mine.info_address)
+        finally:
+            mine.busy = False
         if status == 0:
             return out
         if status == native.SCRATCH_TOO_SMALL and scratch is not None:

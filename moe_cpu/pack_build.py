@@ -45,7 +45,7 @@ class Matrices:
                         f"or use the reference backend, which keeps their precision"
                     )
                 matrix = matrix.detach().to(self.dtype)
-            yield matrix.detach()
+            yield matrix.detach().resolve_neg()
 
 
 class Stack:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_cpu import native_library as native
+from moe_cpu.errors import no_memory_error
 
 
 def packed_elements(rows: int, cols: int, gate_layout: str) -> int:
@@ -16,6 +17,8 @@ def packed_elements(rows: int, cols: int, gate_layout: str) -> int:
 def pack_expert(dense: Tensor, gate_layout: str, out: Tensor) -> None:
     """Lays one expert's `[rows, cols]` matrix (bf16 or float32, any strides) out in panels, in `out` (`packed_elements` bf16, contiguous)."""
     rows, cols = dense.shape
+    if not (dense.data_ptr() and out.data_ptr()):
+        raise no_memory_error("pack")
     info = native.Info()
     status = native.library().moe_pack_expert(
         dense.data_ptr(), native.DTYPE_CODES[dense.dtype], rows, cols, dense.stride(0), dense.stride(1),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moe_cpu.errors import DeviceError
 from moe_cpu.packing import PackedExperts
 
 
@@ -35,12 +36,7 @@ class _Released:
         self.bias_versions: tuple[Any, ...] | None = None
 
     def __reduce__(self) -> Any:
-        # Packed weights remember addresses, so a copy (copy.deepcopy, pickle) is made from their tensors.
-        return _rebuild, (self.packed.state_dict(), self.names, self.grads)
-
-
-def _rebuild(state: dict[str, Any], names: Names, grads: tuple[bool, bool]) -> _Released:
-    return _Released(PackedExperts.from_state_dict(state), names, grads)
+        return _Released, (self.packed, self.names, self.grads)
 
 
 def dense(module: nn.Module, names: Names) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -91,7 +87,7 @@ def packed_of(module: nn.Module) -> PackedExperts | None:
     w1 = getattr(module, state.names.w1)
     if w1.dtype != torch.bfloat16 or w1.device.type != "cpu":
         if torch.compiler.is_compiling():
-            raise RuntimeError(
+            raise DeviceError(
                 f"released weights were moved to {w1.dtype} on {w1.device}; run the module once, or unpack it, before compiling"
             )
         warnings.warn(

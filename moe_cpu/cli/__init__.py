@@ -11,7 +11,7 @@ from moe_cpu.errors import MoEError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0, 1 when a check failed or the command cannot run here, 2 for a wrong option."""
+    """Runs one command and returns its exit status: 0, 1 when a check failed or the command cannot run here, 2 for a wrong option, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="moe-cpu", description=sys.modules["moe_cpu"].__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (info, bench, plot):
@@ -22,6 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MoEError as error:
         print(f"moe-cpu: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("moe-cpu: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader of a pipe went away
         sys.stderr.close()
         return 1

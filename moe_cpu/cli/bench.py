@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from moe_cpu.benchmark import ROUTINGS, Report, Suite, cuda, plot, run, table
@@ -94,6 +96,8 @@ def main(options: argparse.Namespace) -> int:
     suite, checkpoint = build_suite(options)
     if options.plot:
         plot.pyplot()  # or it is refused before anything is measured
+    for file in filter(None, (options.json, options.plot)):
+        _check_writable(file)
     steps = 1 + len(suite.shapes) * (1 + len(list(suite.points())))
     keep = (lambda report: report.save(options.json)) if options.json else None
     if suite.device == "cuda":
@@ -108,6 +112,14 @@ def main(options: argparse.Namespace) -> int:
     named = options.backend is not None or options.isa is not None
     absent = named and any(row.ours and row.status == SKIPPED for row in report.rows)
     return 0 if report.ok and not absent else 1
+
+
+def _check_writable(file: str) -> None:
+    """Raises ArgumentError when no results file can be made there: better now than after the measurement."""
+    path = Path(file)
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ArgumentError(f"bench: expected a file that can be written, got {file}; its folder must exist")
 
 
 def build_suite(options: argparse.Namespace) -> tuple[Suite, Checkpoint | None]:
