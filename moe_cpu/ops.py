@@ -145,7 +145,7 @@ def layer(
     index = isa if type(isa) is int else _isa_index(isa)
     x_dtype, threads = native.DTYPE_CODES[x.dtype], torch.get_num_threads()
     x_address, out_address, w1_address = x.data_ptr(), out.data_ptr(), packed._w1.data_ptr()
-    if not (x_address and out_address and w1_address and (ids_address or topk_ids is None)):
+    if sizes[-2] > 0 and not (x_address and out_address and w1_address and (ids_address or topk_ids is None)):
         raise no_memory_error("fused experts")
     while True:
         block = _LAYER_ARGS.pack(

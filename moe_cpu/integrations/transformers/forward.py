@@ -81,7 +81,7 @@ def reference_forward(
         h = F.linear(hidden_states[rows].to(up.dtype), up, None if biases is None else biases[0][e])
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
         y = F.linear(h, down, None if biases is None else biases[1][e])
-        if self.has_post_expert_norm:
+        if getattr(self, "has_post_expert_norm", False):  # newer transformers only
             y = self.post_expert_norm(y)
         out = out.index_add(0, rows, y.to(total) * flat_weights[mine].to(total).unsqueeze(-1))
     return out.to(hidden_states.dtype)
