@@ -75,7 +75,7 @@ asan: $(VENV)/.test ## run native code under AddressSanitizer and UndefinedBehav
 	cmake -S kernels -B build/asan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DMOE_SANITIZE=ON -DMOE_TESTS=ON
 	cmake --build build/asan --parallel $(JOBS)
 	ctest --test-dir build/asan --output-on-failure
-	MOE_CPU_LIBRARY=$(CURDIR)/build/asan/libmoe_cpu.so ASAN_OPTIONS=detect_leaks=0 \
+	MOE_CPU_LIBRARY=$(CURDIR)/build/asan/libmoe_cpu.so ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  $(VENV)/bin/python -m pytest -q -m sanitize
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from moe_cpu.integrations.transformers import detect
+
 VOCABULARY = 96
 _SMALL: dict[str, Any] = dict(
     vocab_size=VOCABULARY, hidden_size=48, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -41,6 +43,10 @@ class Family:
         torch.manual_seed(seed)
         config = config_class(**{**_SMALL, **self.options}, experts_implementation=implementation)
         model = model_class._from_config(config, dtype=torch.float32)
+        if not any(detect.is_experts_module(module) for module in model.modules()):
+            raise ImportError(
+                f"this transformers has {self.model}, but its experts are not on the experts interface yet"
+            )
         _spread(model, seed)
         if dtype != torch.float32:  # built anew, because buffers have dtypes of their own
             weights, model = dict(model.named_parameters()), model_class._from_config(config, dtype=dtype)
