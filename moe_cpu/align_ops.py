@@ -18,7 +18,7 @@ def moe_align_block_size(
     pad_sorted_ids: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The native routine behind `moe_cpu.moe_align_block_size`, for CPU tensors."""
-    lib, mine = native.library(), ops._mine
+    lib = native.library()
     tokens, topk = topk_ids.shape
     length = aligned_length(tokens * topk, block_size, num_experts, pad_sorted_ids)
     blocks = -(-length // block_size)
@@ -28,16 +28,20 @@ def moe_align_block_size(
     if not (sorted_ids.data_ptr() or length == 0) or not (topk_ids.data_ptr() or topk_ids.numel() == 0):
         raise no_memory_error("moe_align_block_size")
     threads = torch.get_num_threads()
-    needed = lib.moe_align_scratch_bytes(num_experts, threads)
-    if needed > mine.scratch_bytes:
-        mine.grow(needed)
-    status = lib.moe_align_block_size(
-        topk_ids.data_ptr(), native.DTYPE_CODES[topk_ids.dtype], tokens, topk, topk_ids.stride(0), topk_ids.stride(1),
-        block_size, num_experts, None if expert_map is None else expert_map.data_ptr(), length, blocks,
-        sorted_ids.data_ptr(), expert_ids.data_ptr(), post_pad.data_ptr(), mine.scratch_address, threads, mine.info_address,
-    )  # fmt: skip
-    if status != native.OK:
-        raise native.failure(status, mine.info, "moe_align_block_size", topk)
+    mine = ops.borrow()
+    try:
+        needed = lib.moe_align_scratch_bytes(num_experts, threads)
+        if needed > mine.scratch_bytes:
+            mine.grow(needed)
+        status = lib.moe_align_block_size(
+            topk_ids.data_ptr(), native.DTYPE_CODES[topk_ids.dtype], tokens, topk, topk_ids.stride(0), topk_ids.stride(1),
+            block_size, num_experts, None if expert_map is None else expert_map.data_ptr(), length, blocks,
+            sorted_ids.data_ptr(), expert_ids.data_ptr(), post_pad.data_ptr(), mine.scratch_address, threads, mine.info_address,
+        )  # fmt: skip
+        if status != native.OK:
+            raise native.failure(status, mine.info, "moe_align_block_size", topk)
+    finally:
+        mine.busy = False
     return sorted_ids, expert_ids, post_pad
 
 

@@ -100,6 +100,13 @@ def _isa_index(isa: str | int | None) -> int:
     return isas().index(isa)
 
 
+def borrow() -> _PerThread:
+    """The calling thread's memory, busy until the caller says otherwise; a call in the middle of another (signal handler) gets its own, as it may grow it."""
+    mine = _PerThread() if _mine.busy else _mine
+    mine.busy = True
+    return mine
+
+
 def scratch_bytes_held() -> int:
     """Bytes of scratch memory the calling Python thread holds for its calls."""
     return _mine.scratch_bytes
@@ -119,9 +126,30 @@ def layer(
     scratch: Tensor | None = None,
 ) -> Tensor:
     """One native layer call; see `fused_experts`, `experts_unreduced` and `experts_batched` for the three modes. Returns `out`."""
-    mine = _mine
-    if mine.busy:  # a signal handler or a finalizer interrupted a call of this thread: it must not share the scratch memory
-        mine = _PerThread()
+    mine = borrow()
+    try:
+        return _layer(
+            mine,
+            x,
+            packed,
+            topk_weights,
+            topk_ids,
+            out,
+            mode,
+            activation,
+            expert_map,
+            expert_num_tokens,
+            isa,
+            scratch,
+        )
+    finally:
+        mine.busy = False
+
+
+def _layer(
+    mine: _PerThread, x: Tensor, packed: PackedExperts, topk_weights: Tensor | None, topk_ids: Tensor | None, out: Tensor, mode: int,
+    activation: str, expert_map: Tensor | None, expert_num_tokens: Tensor | None, isa: str | int | None, scratch: Tensor | None,
+) -> Tensor:  # fmt: skip
     call = native.library().moe_layer
     sizes, strides = x.shape, x.stride()
     if strides[-1] != 1 and sizes[-1] > 1:
@@ -160,11 +188,7 @@ def layer(
             x_dtype, ids_dtype, weights_dtype,
             native.ACTIVATION_CODES[activation], packed.gate_layout_code, mode, index, threads,
         )  # fmt: skip
-        mine.busy = True
-        try:
-            status = call(block, mine.info_address)
-        finally:
-            mine.busy = False
+        status = call(block, mine.info_address)
         if status == 0:
             return out
         if status == native.SCRATCH_TOO_SMALL and scratch is not None:
