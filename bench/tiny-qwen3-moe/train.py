@@ -182,6 +182,21 @@ def fit(
     return best, facts
 
 
+def save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """As transformers does, in words that its earlier releases and other engines know, too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    experts = model.config.num_experts
+    for file, known_words in (
+        ("config.json", {"num_experts": experts, "num_local_experts": experts}),
+        ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}),
+    ):
+        values = json.loads((folder / file).read_text()) | known_words
+        (folder / file).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+    (folder / "model.safetensors").chmod(0o644)  # readable by whoever may read the folder
+
+
 def versions(device: str) -> dict[str, str]:
     name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
     return {
@@ -234,10 +249,7 @@ def main() -> None:
     model.load_state_dict(best)
     with expert_counts(model) as counts:
         loss = held_out_loss(model, held_out, args.batch)
-    args.out.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(args.out)
-    (args.out / "model.safetensors").chmod(0o644)  # readable by whoever may read the folder
-    tokenizer.save_pretrained(args.out)
+    save(model, tokenizer, args.out)
 
     # What users will do: load the files on a CPU, in float32.
     model, tokenizer = load(args.out, torch.float32)
