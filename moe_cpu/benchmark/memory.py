@@ -103,8 +103,8 @@ def plan(
     affordable = (available - fixed) // max(1, copies * one)
     if affordable < 1:
         raise OutOfMemory(
-            f"{shape.name} with M = {M}: {_gib(fixed + copies * one)} are needed (weights of one layer {_gib(one)}, "
-            f"{copies} layouts of them for {', '.join(c.name for c in contenders)}), {_gib(available)} are available; "
+            f"{shape.name} with M = {M}: {gib(fixed + copies * one)} are needed (weights of one layer {gib(one)}, "
+            f"{copies} layouts of them for {', '.join(c.name for c in contenders)}), {gib(available)} are available; "
             "take fewer contenders, a smaller shape or fewer experts"
         )
     layers = min(wanted, affordable)
@@ -117,5 +117,6 @@ def _call_bytes(shape: ModelShape, M: int) -> int:
     return rows * (2 * shape.N + 4 * shape.K) * _F32 + 4 * shape.E * M * _F32
 
 
-def _gib(size: float) -> str:
+def gib(size: float) -> str:
+    """`2.50 GiB`."""
     return f"{size / 2**30:.2f} GiB"

@@ -43,13 +43,15 @@ def save(report: Report, path: str | Path) -> None:
         left.set_title(title, fontsize=9)
         _throughput(right, group, style)
         right.set_title("tokens per second", fontsize=9)
-    e = report.environment
-    figure.suptitle(
-        f"{e.get('gpu') or e['cpu']}, {e['threads']} threads, moe-cpu {e['moe_cpu']} ({e['commit'] or 'no commit'}), torch {e['torch']}",
-        fontsize=9,
-    )
+    figure.suptitle(caption(report.environment), fontsize=9)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def caption(environment: dict[str, Any]) -> str:
+    """Where a picture's numbers come from, in one line."""
+    e = environment
+    return f"{e.get('gpu') or e['cpu']}, {e['threads']} threads, moe-cpu {e['moe_cpu']} ({e['commit'] or 'no commit'}), torch {e['torch']}"
 
 
 def pyplot() -> Any:

@@ -105,7 +105,7 @@ class Report:
         Raises:
             ArgumentError: another schema.
         """
-        schema = data.get("schema") if isinstance(data, dict) else None
+        schema = data.get("schema")
         if schema != SCHEMA:
             raise ArgumentError(f"results: expected schema {SCHEMA}, got {schema!r}")
         ceilings = data["ceilings"]
@@ -127,9 +127,24 @@ class Report:
             ArgumentError: it is not one.
         """
         try:
-            return cls.from_dict(json.loads(Path(path).read_text()))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return cls.from_dict(read_json(path))
+        except (KeyError, TypeError) as error:
             raise ArgumentError(f"results: {path} cannot be read: {error}") from error
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The object in a results file.
+
+    Raises:
+        ArgumentError: there is no such file, or no such object in it.
+    """
+    try:
+        data = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"results: {path} cannot be read: {error}") from error
+    if not isinstance(data, dict):
+        raise ArgumentError(f"results: {path} cannot be read: expected a JSON object")
+    return data
 
 
 def _row(data: dict[str, Any]) -> Row:

@@ -40,7 +40,7 @@ def run(
     source = source or RandomSource()
     names = dict.fromkeys((*suite.contenders, *filter(None, [suite.baseline])))
     contenders = [backends.find(name) for name in names]
-    with _threads(suite.threads) as threads, torch.no_grad():
+    with threads_set(suite.threads) as threads, torch.no_grad():
         cache = memory.last_level_cache_bytes() if suite.cold else 0
         extra, available = roofline.probe_bytes(cache), memory.available_bytes()
         runnable = {shape: [c for c in contenders if c.why_not(shape) is None] for shape in suite.shapes}
@@ -72,7 +72,8 @@ def run(
 
 
 @contextlib.contextmanager
-def _threads(wanted: int | None) -> Iterator[int]:
+def threads_set(wanted: int | None) -> Iterator[int]:
+    """torch's number of threads inside, `wanted` or what it was; it is taken back afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(wanted or before)
     try:

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 from moe_cpu.benchmark.report import OK, Report, Row
+from moe_cpu.benchmark.timing import Comparison
 
 _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("M", lambda r: str(r.case.M)),
     ("contender", lambda r: r.case.contender),
     ("isa", lambda r: r.isa or "-"),
-    ("median ms", lambda r: _milliseconds(r.times.median if r.times else None)),
+    ("median ms", lambda r: milliseconds(r.times.median if r.times else None)),
     (
         "p10 - p90",
-        lambda r: f"{_milliseconds(r.times.p10)} - {_milliseconds(r.times.p90)}" if r.times else "-",
+        lambda r: f"{milliseconds(r.times.p10)} - {milliseconds(r.times.p90)}" if r.times else "-",
     ),
     ("n", lambda r: str(r.times.n) if r.times else "-"),
     ("TFLOP/s", lambda r: _number(r.flops, 1e12)),
     ("GB/s", lambda r: _number(r.bandwidth, 1e9)),
     ("% of limit", lambda r: "-" if r.efficiency is None else f"{100 * r.efficiency:.0f} ({r.binding})"),
     ("tokens/s", lambda r: "-" if r.tokens_per_second is None else f"{r.tokens_per_second:,.0f}"),
-    ("against baseline", lambda r: _against(r)),
+    ("against baseline", lambda r: comparison(r.comparison)),
 )
 
 
-def _milliseconds(seconds: float | None) -> str:
+def milliseconds(seconds: float | None) -> str:
+    """Three digits of it."""
     return "-" if seconds is None else f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
 
 
@@ -33,18 +36,23 @@ def _number(value: float | None, unit: float) -> str:
     return "-" if value is None else f"{value / unit:.3g}"
 
 
-def _against(row: Row) -> str:
-    c = row.comparison
+def comparison(c: Comparison | None) -> str:
+    """`1.50x [1.45, 1.56] better`."""
     return "-" if c is None else f"{c.ratio:.2f}x [{c.low:.2f}, {c.high:.2f}] {c.verdict}"
+
+
+def environment_lines(e: dict[str, Any]) -> Iterator[str]:
+    """Where it was measured, and with what."""
+    if e.get("gpu"):
+        yield f"{e['gpu']}, CUDA {e['cuda']}, Triton {e['triton'] or 'not installed'}; host:"
+    yield f"{e['cpu']}, {e['logical_cpus']} logical CPUs, {e['threads']} threads, best ISA {e['isa'] or 'none'}"
+    yield f"moe-cpu {e['moe_cpu']} ({e['commit'] or 'no commit'}), torch {e['torch']}, Python {e['python']}, {e['compiler'] or 'no native library'}"
 
 
 def lines(report: Report) -> Iterator[str]:
     """The report, line by line: where it was measured, ceilings, one table for each shape and routing, what did not run and why."""
     e = report.environment
-    if e.get("gpu"):
-        yield f"{e['gpu']}, CUDA {e['cuda']}, Triton {e['triton'] or 'not installed'}; host:"
-    yield f"{e['cpu']}, {e['logical_cpus']} logical CPUs, {e['threads']} threads, best ISA {e['isa'] or 'none'}"
-    yield f"moe-cpu {e['moe_cpu']} ({e['commit'] or 'no commit'}), torch {e['torch']}, Python {e['python']}, {e['compiler'] or 'no native library'}"
+    yield from environment_lines(e)
     if report.ceilings is None:
         yield "ceilings: not measured, the native library is missing"
     else:
@@ -75,11 +83,15 @@ def _absence(row: Row) -> str:
 def _table(rows: list[Row]) -> Iterator[str]:
     if not rows:
         return
-    cells = [[title for title, _ in _COLUMNS], *([show(row) for _, show in _COLUMNS] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(_COLUMNS))]
-    previous = None
+    yield from aligned(
+        [[title for title, _ in _COLUMNS], *([show(row) for _, show in _COLUMNS] for row in rows)]
+    )
+
+
+def aligned(cells: Sequence[Sequence[str]], group: int = 1) -> Iterator[str]:
+    """Rows of cells as lines with columns to the right, titles first; an empty line where one of the first `group` columns changes."""
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     for number, line in enumerate(cells):
-        if number > 1 and line[0] != previous:
+        if number > 1 and line[:group] != cells[number - 1][:group]:
             yield ""
-        previous = line[0]
         yield "  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from moe_cpu.benchmark import ROUTINGS, Report, Suite, cuda, plot, run, table
+from moe_cpu.benchmark import ROUTINGS, Suite, cuda, plot, run, table
 from moe_cpu.benchmark.baselines import BASELINES
 from moe_cpu.benchmark.case import DEVICES
 from moe_cpu.benchmark.checkpoint import Checkpoint
 from moe_cpu.benchmark.report import SKIPPED
+from moe_cpu.cli import end_to_end
+from moe_cpu.cli.options import check_writable, counts, names, with_progress
 from moe_cpu.errors import ArgumentError
 from moe_cpu.models import MODELS, ModelShape, find
 
@@ -43,7 +41,7 @@ def add_parser(commands: Any) -> None:
     what.add_argument(
         "--suite", metavar="FILE", help="a grid from a JSON file (bench/suites); other options override it"
     )
-    what.add_argument("--model", metavar="NAME", type=_list, help="published shapes, by name")
+    what.add_argument("--model", metavar="NAME", type=names, help="published shapes, by name")
     what.add_argument("--shape", metavar="E,topk,K,I", type=_shape, help="any shape")
     what.add_argument(
         "--experts",
@@ -55,28 +53,28 @@ def add_parser(commands: Any) -> None:
         "--checkpoint", metavar="DIR", help="weights and router of a Hugging Face checkpoint on disk"
     )
     what.add_argument("--layer", metavar="L", type=int, default=0, help="layer of the checkpoint (default 0)")
-    what.add_argument("--tokens", metavar="M,...", type=_counts, help="tokens in a call")
+    what.add_argument("--tokens", metavar="M,...", type=counts, help="tokens in a call")
     what.add_argument(
-        "--routing", metavar="NAME,...", type=_list, help=", ".join(r for r in ROUTINGS if r != "router")
+        "--routing", metavar="NAME,...", type=names, help=", ".join(r for r in ROUTINGS if r != "router")
     )
     what.add_argument("--device", choices=DEVICES, help="where (default cpu)")
     who = parser.add_argument_group("who takes part")
     who.add_argument(
         "--backend",
         metavar="NAME,...",
-        type=_list,
+        type=names,
         help="our backends; native:avx2 forces an instruction set",
     )
     who.add_argument(
         "--baseline",
         metavar="NAME,...",
-        type=_list,
+        type=names,
         help="others; ratios are to the first (default grouped_mm; none for none)",
     )
     who.add_argument(
         "--isa",
         metavar="NAME,...",
-        type=_list,
+        type=names,
         help="run the native backend once with each of these instruction sets",
     )
     how = parser.add_argument_group("how")
@@ -85,6 +83,7 @@ def add_parser(commands: Any) -> None:
         "--seconds", metavar="S", type=float, help="time for one point, shared by its contenders"
     )
     how.add_argument("--seed", metavar="N", type=int)
+    end_to_end.add_arguments(parser)
     out = parser.add_argument_group("results")
     out.add_argument("--json", metavar="FILE", help="write everything measured")
     out.add_argument("--plot", metavar="FILE.png", help="draw rooflines and tokens/s (needs matplotlib)")
@@ -93,17 +92,19 @@ def add_parser(commands: Any) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Measures, prints the table, writes files."""
+    if end_to_end.asked_for(options):
+        return end_to_end.main(options)
     suite, checkpoint = build_suite(options)
     if options.plot:
         plot.pyplot()  # or it is refused before anything is measured
     for file in filter(None, (options.json, options.plot)):
-        _check_writable(file)
+        check_writable(file)
     steps = 1 + len(suite.shapes) * (1 + len(list(suite.points())))
     keep = (lambda report: report.save(options.json)) if options.json else None
     if suite.device == "cuda":
-        report = _with_progress(lambda tell: cuda.run(suite, progress=tell, keep=keep), steps)
+        report = with_progress(lambda tell: cuda.run(suite, progress=tell, keep=keep), steps)
     else:
-        report = _with_progress(lambda tell: run(suite, source=checkpoint, progress=tell, keep=keep), steps)
+        report = with_progress(lambda tell: run(suite, source=checkpoint, progress=tell, keep=keep), steps)
     for line in table.lines(report):
         print(line)
     if options.plot:
@@ -112,14 +113,6 @@ def main(options: argparse.Namespace) -> int:
     named = options.backend is not None or options.isa is not None
     absent = named and any(row.ours and row.status == SKIPPED for row in report.rows)
     return 0 if report.ok and not absent else 1
-
-
-def _check_writable(file: str) -> None:
-    """Raises ArgumentError when no results file can be made there: better now than after the measurement."""
-    path = Path(file)
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ArgumentError(f"bench: expected a file that can be written, got {file}; its folder must exist")
 
 
 def build_suite(options: argparse.Namespace) -> tuple[Suite, Checkpoint | None]:
@@ -195,43 +188,8 @@ def _contenders(suite: Suite, options: argparse.Namespace) -> dict[str, Any]:
     return {"contenders": tuple(dict.fromkeys([*ours, *theirs])), "baseline": baseline}
 
 
-def _with_progress(work: Callable[[Callable[[str], None]], Report], steps: int) -> Report:
-    """Runs `work` with a bar on standard error; a bar is only drawn on a terminal."""
-    from tqdm import tqdm
-
-    with tqdm(
-        total=steps,
-        file=sys.stderr,
-        disable=None,
-        leave=False,
-        bar_format="{desc} |{bar}| {n}/{total} {elapsed}",
-    ) as bar:
-        started = False
-
-        def tell(text: str) -> None:
-            nonlocal started
-            bar.update(int(started))
-            started = True
-            bar.set_description_str(text)
-
-        return work(tell)
-
-
-def _list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _counts(text: str) -> list[int]:
-    try:
-        return [int(part) for part in _list(text)]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected whole numbers separated by commas, got {text!r}"
-        ) from None
-
-
 def _shape(text: str) -> ModelShape:
-    numbers = _counts(text)
+    numbers = counts(text)
     if len(numbers) != 4:
         raise argparse.ArgumentTypeError(f"expected four numbers E,topk,K,I, got {text!r}")
     E, topk, K, width = numbers

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from moe_cpu.benchmark import Report
+from moe_cpu.benchmark.end_to_end.report import KIND, EndToEndReport
+from moe_cpu.benchmark.report import Report, read_json
 
 
 def add_parser(commands: Any) -> None:
@@ -21,8 +22,12 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Draws."""
+    """Draws what the file holds: layers, or a whole model."""
     from moe_cpu.benchmark import plot
+    from moe_cpu.benchmark.end_to_end import plot as end_to_end_plot
 
-    plot.save(Report.load(options.results), options.picture)
+    if read_json(options.results).get("kind") == KIND:
+        end_to_end_plot.save(EndToEndReport.load(options.results), options.picture)
+    else:
+        plot.save(Report.load(options.results), options.picture)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,11 +31,14 @@ def bf16_bound(layers: int) -> float:
 
 
 @contextmanager
-def recorded(model: Any, calls: list[tuple[Any, ...]]) -> Iterator[None]:
-    """Appends (module, hidden states, ids, weights) of every call of an experts module."""
-    with _hooked(
-        model, lambda m, args, kwargs: calls.append((m, *(a.clone() for a in (*args, *kwargs.values()))))
-    ):
+def recorded(model: Any, calls: list[tuple[Any, ...]], inputs: bool = True) -> Iterator[None]:
+    """Appends (module, hidden states, ids, weights) of every call of an experts module; without `inputs`, None for the hidden states."""
+
+    def put(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x, *routing = (*args, *kwargs.values())
+        calls.append((module, x.clone() if inputs else None, *(tensor.clone() for tensor in routing)))
+
+    with _hooked(model, put):
         yield
 
 
@@ -63,16 +67,34 @@ def _hooked(model: Any, hook: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def logits_difference(model: Any, input_ids: torch.Tensor) -> float:
-    """|moe_cpu - eager| / |eager| of the logits in the 2-norm, with eager's routing in both; the model is left under "moe_cpu"."""
+def logits_difference(
+    model: Any, input_ids: torch.Tensor, implementation: str = NAME, other: str = "eager", last: bool = False
+) -> float:
+    """|logits - other logits| / |other logits| in the 2-norm, with the other's routing in both; the model is left under `implementation`.
+
+    Args:
+        input_ids: `[batch, length]` int64.
+        last: compare the logits of the last position only, and spare the model the others.
+    """
     calls: list[tuple[Any, ...]] = []
-    model.set_experts_implementation("eager")
-    with recorded(model, calls):
-        want = model(input_ids).logits.float()
-    model.set_experts_implementation(NAME)
+    options = last_logits_only(model) if last else {}
+    model.set_experts_implementation(other)
+    with recorded(model, calls, inputs=False):
+        want = _logits(model, input_ids, options)
+    model.set_experts_implementation(implementation)
     with replayed(model, calls):
-        got = model(input_ids).logits.float()
+        got = _logits(model, input_ids, options)
     return float((got - want).norm() / want.norm())
+
+
+def last_logits_only(model: Any) -> dict[str, int]:
+    """The argument that spares the logits of all positions but the last, where the model has it, as transformers' `generate` does."""
+    known = inspect.signature(model.forward).parameters
+    return {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+
+
+def _logits(model: Any, input_ids: torch.Tensor, options: dict[str, int]) -> torch.Tensor:
+    return model(input_ids, **options).logits.float()
 
 
 @torch.no_grad()

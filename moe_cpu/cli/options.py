@@ -1,0 +1,59 @@
+"""What commands share: lists on the command line, files that can be written, a bar for long work."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from moe_cpu.errors import ArgumentError
+
+T = TypeVar("T")
+
+
+def names(text: str) -> list[str]:
+    """`a,b` as a list."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def counts(text: str) -> list[int]:
+    """`1,8` as numbers."""
+    try:
+        return [int(part) for part in names(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected whole numbers separated by commas, got {text!r}"
+        ) from None
+
+
+def check_writable(file: str) -> None:
+    """Raises ArgumentError when no results file can be made there: better now than after the measurement."""
+    path = Path(file)
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ArgumentError(f"bench: expected a file that can be written, got {file}; its folder must exist")
+
+
+def with_progress(work: Callable[[Callable[[str], None]], T], steps: int) -> T:
+    """Runs `work` with a bar on standard error; a bar is only drawn on a terminal."""
+    from tqdm import tqdm
+
+    with tqdm(
+        total=steps,
+        file=sys.stderr,
+        disable=None,
+        leave=False,
+        bar_format="{desc} |{bar}| {n}/{total} {elapsed}",
+    ) as bar:
+        started = False
+
+        def tell(text: str) -> None:
+            nonlocal started
+            bar.update(int(started))
+            started = True
+            bar.set_description_str(text)
+
+        return work(tell)
