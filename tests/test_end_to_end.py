@@ -127,6 +127,7 @@ def test_random_weights_of_a_published_model_from_the_command_line(command, no_c
     )  # fmt: skip
     assert status == 0, err
     assert "weights are random" in out
+    assert "1 of 16 layers: beside them, embedding and head weigh 16 times as much" in out
     model = EndToEndReport.load(results).model
     assert (model["layers"], model["experts_layers"], model["E"], model["topk"]) == (1, 1, 8, 8)
     assert model["experts_bytes"] == 8 * 3 * 2048 * 1024 * 2

@@ -21,6 +21,7 @@ from moe_cpu.benchmark.runner import threads_set
 from moe_cpu.errors import ArgumentError
 from moe_cpu.integrations.transformers import NAME, explain, pack
 from moe_cpu.integrations.transformers.agreement import bf16_bound, logits_difference
+from moe_cpu.models import find
 
 # transformers' own that run on a CPU.
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm", NAME)
@@ -148,6 +149,12 @@ def _notes(sizes: needs.Sizes, settings: Settings) -> Iterator[str]:
             "weights are random: times and memory are those of a model of this size; routing is nearly even, and greedy tokens mean nothing, "
             "so that the last bit may decide between two of them"
         )
+        published = find(settings.source.shape).layers
+        if sizes.layers < published:
+            yield (
+                f"{sizes.layers} of {published} layers: beside them, embedding and head weigh {published / sizes.layers:.3g} times as much as in the "
+                "whole model, and experts so much less"
+            )
     cache = memory.last_level_cache_bytes()
     if sizes.experts_bytes < 2 * cache:
         yield (
