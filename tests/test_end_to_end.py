@@ -26,10 +26,7 @@ from moe_cpu.errors import BackendUnavailable  # noqa: E402
 from moe_cpu.integrations.transformers import detect, forward  # noqa: E402
 from moe_cpu.integrations.transformers.families import FAMILIES  # noqa: E402
 
-pytestmark = [
-    pytest.mark.skipif(not isa.available(), reason="no kernel runs here"),
-    pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
-]
+pytestmark = pytest.mark.skipif(not isa.available(), reason="no kernel runs here")
 QUICK = ["--prompt-tokens", "9", "--new-tokens", "3", "--seconds", "0.01", "--threads", "1"]
 
 
@@ -222,6 +219,17 @@ def test_too_large_is_refused_with_numbers(command, monkeypatch):
     assert (status, out) == (1, "")
     assert "dense weights 56.87 GiB, packed weights 54.00 GiB" in err
     assert "40.00 GiB are available" in err
+
+
+def test_times_are_shown_when_the_process_for_memory_fails(command, folder, monkeypatch):
+    def fail(_):
+        raise BackendUnavailable("it was killed")
+
+    monkeypatch.setattr(load_and_pack, "measure", fail)
+    status, out, _ = command("--model-dir", folder, "--batch", 1, *QUICK)
+    assert status == 1
+    assert "note: memory of loading and packing was not measured: it was killed" in out
+    assert "model against first" in out
 
 
 def test_a_failing_process_says_its_last_words(tmp_path):

@@ -27,7 +27,7 @@ class Bytes(NamedTuple):
 
 def _fields() -> dict[str, int]:
     lines = (line.split() for line in _STATUS.read_text().splitlines())
-    return {words[0]: int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
+    return {words[0]: int(words[1]) * 1024 for words in lines if words[-1:] == ["kB"]}
 
 
 def now() -> Bytes:

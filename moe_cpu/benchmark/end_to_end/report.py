@@ -111,7 +111,7 @@ class EndToEndReport:
         settings: `Settings` as a dictionary.
         model: `needs.Sizes` as a dictionary.
         planned: `needs.Needs` as a dictionary.
-        released: None when moe_cpu does not take part.
+        released: None when moe_cpu does not take part, or when the process failed; a note says so.
         both_layouts: the most bytes resident while implementations took turns, with dense and packed weights side by side and pages of a mapped checkpoint.
         points: by batch, then by implementation.
         notes: sentences a reader should know.
@@ -128,8 +128,9 @@ class EndToEndReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every implementation ran, within the bound of the first."""
-        return not any(point.status in (WRONG, FAILED) for point in self.points)
+        """Whether every implementation ran, within the bound of the first, and memory was measured where it was to be."""
+        missing = self.released is None and "moe_cpu" in self.settings["implementations"]
+        return not missing and not any(point.status in (WRONG, FAILED) for point in self.points)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form; derived numbers are left out."""
