@@ -100,6 +100,8 @@ def test_planned_bytes_are_those_that_packing_takes(name):
     alone = needs.plan(sizes, replace(settings, implementations=("eager",)), 1 << 40)
     assert both.total - alone.total == sizes.packed_bytes
     assert needs.plan(sizes, replace(settings, batches=(30,)), 1 << 40).call == 10 * both.call
+    copies = needs.plan(sizes, replace(settings, implementations=("batched_mm",)), 1 << 40).call - alone.call
+    assert copies == 3 * 65 * sizes.topk * sizes.experts_bytes // (sizes.experts_layers * sizes.E)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from moe_cpu import pack_ops
+from moe_cpu import ops, pack_ops
 from moe_cpu.benchmark.end_to_end.settings import Settings
 from moe_cpu.benchmark.memory import gib
 from moe_cpu.errors import OutOfMemory
@@ -103,7 +103,7 @@ def sizes_of(model: Any) -> Sizes:
 
 def _packed_bytes(module: Any) -> int:
     computes = computation_of(module)
-    if computes.activation is None:
+    if computes.activation is None or not ops.available():
         return 0
     names = names_of(module)
     w1, w2 = _dense_shape(module, names.w1), _dense_shape(module, names.w2)
@@ -131,6 +131,9 @@ def plan(sizes: Sizes, settings: Settings, available: int) -> Needs:
         + batch * prompt * prompt * sizes.score_bytes
         + batch * sizes.vocabulary * 8
     )
+    # It copies the matrices of an expert for every token that goes there.
+    if "batched_mm" in settings.implementations:
+        call += tokens * sizes.topk * sizes.experts_bytes // (sizes.experts_layers * sizes.E)
     packed = sizes.packed_bytes if NAME in settings.implementations else 0
     needs = Needs(sizes.weights_bytes, packed, call, _RESERVE, available)
     if needs.total > available:
