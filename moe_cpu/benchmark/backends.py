@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_cpu import experts, fused_experts, isa
+from moe_cpu import experts, fused_experts, isa, native_library, ops
 from moe_cpu.benchmark.baselines import BASELINES
 from moe_cpu.benchmark.contender import Contender
 from moe_cpu.benchmark.inputs import DenseLayer, Inputs
@@ -78,6 +78,12 @@ class Backend(Contender):
             w2_bias=w2_bias,
             backend=self.backend,
         )
+
+    def scratch_bytes(self, prepared: Any, inputs: Inputs, shape: ModelShape) -> int | None:
+        if not self._packs:
+            return None
+        x = inputs.x
+        return ops.layer_scratch_bytes(len(x), shape.topk, prepared, x.dtype, native_library.REDUCED)
 
 
 def find(name: str) -> Contender:

@@ -45,6 +45,10 @@ class Contender(ABC):
     def run(self, prepared: Any, inputs: Inputs, shape: ModelShape) -> Tensor:
         """One call; timed. Returns `[M, K]` bf16."""
 
+    def scratch_bytes(self, prepared: Any, inputs: Inputs, shape: ModelShape) -> int | None:
+        """Bytes that such a call works in, beside its arguments and its result; None where nobody says."""
+        return None
+
     def active(self) -> contextlib.AbstractContextManager[Any]:
         """Entered around each call, outside the time taken: for settings of the whole process."""
         return contextlib.nullcontext()

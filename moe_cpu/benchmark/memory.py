@@ -16,6 +16,8 @@ _BF16 = 2
 _F32 = 4
 # Left for the rest of the system and for what contenders allocate during a call.
 _RESERVE = 1 << 30
+# What the native kernels promise to work in, beside what grows with the tokens: the rows that all threads have gathered.
+_SCRATCH = 64 << 20
 # With more layers than these the time goes into making weights.
 _MAX_LAYERS = 16
 _CGROUP = Path("/sys/fs/cgroup")
@@ -80,6 +82,11 @@ def layer_bytes(shape: ModelShape) -> int:
     """Bytes of one layer's dense weights and biases."""
     biases = shape.E * (shape.N + shape.K) * _F32 if shape.has_bias else 0
     return shape.E * shape.expert_elements * _BF16 + biases
+
+
+def scratch_bound(shape: ModelShape, M: int) -> int:
+    """Bytes of scratch memory that a call of the native kernels may take: 64 MiB, and for each pair of a token and an expert a bf16 row of both products."""
+    return _SCRATCH + M * shape.topk * (shape.K + shape.I) * _BF16
 
 
 def plan(

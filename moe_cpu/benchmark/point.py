@@ -98,15 +98,19 @@ class _Point:
             row = rows[contender.name]
             # A competitor may write into its inputs, which must not become the next one's problem.
             own = Inputs(*(t.clone() for t in inputs))
+            prepared = self.weights.prepared[contender.name][0]
             try:
                 with contender.active():
-                    got = contender.run(self.weights.prepared[contender.name][0], own, self.shape)
+                    got = contender.run(prepared, own, self.shape)
             except Exception as error:
                 row.status, row.reason = FAILED, f"{type(error).__name__}: {error}"
                 continue
             row.relative_error, reason = check.verdict(got, sample, want)
             if reason is not None:
                 row.status, row.reason = WRONG, reason
+            else:
+                with contender.active():
+                    row.scratch = contender.scratch_bytes(prepared, own, self.shape)
             time.sleep(contender.settle)
 
     def _time(self, contenders: dict[str, Contender], rows: dict[str, Row]) -> None:

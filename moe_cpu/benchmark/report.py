@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_cpu.benchmark.case import Case
+from moe_cpu.benchmark.memory import scratch_bound
 from moe_cpu.benchmark.roofline import Ceilings, Work
 from moe_cpu.benchmark.timing import Comparison, Times
 from moe_cpu.errors import ArgumentError
@@ -38,6 +39,7 @@ class Row:
         comparison: with the suite's baseline.
         layers: layers of weights that calls took turns on.
         evicted: whether the cache was emptied before each call, because the layers alone would not have done it.
+        scratch: bytes that a call works in beside arguments and result; None where the contender does not say.
     """
 
     case: Case
@@ -53,6 +55,7 @@ class Row:
     comparison: Comparison | None = None
     layers: int = 0
     evicted: bool = False
+    scratch: int | None = None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -72,6 +75,11 @@ class Row:
     def efficiency(self) -> float | None:
         """Share of the binding ceiling, least time / median."""
         return None if self.times is None or self.limit is None else self.limit / self.times.median
+
+    @property
+    def scratch_bound(self) -> int:
+        """Bytes that `scratch` may be for a native kernel."""
+        return scratch_bound(self.case.shape, self.case.M)
 
 
 @dataclass

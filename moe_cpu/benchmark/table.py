@@ -24,6 +24,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("% of limit", lambda r: "-" if r.efficiency is None else f"{100 * r.efficiency:.0f} ({r.binding})"),
     ("tokens/s", lambda r: "-" if r.tokens_per_second is None else f"{r.tokens_per_second:,.0f}"),
     ("against baseline", lambda r: comparison(r.comparison)),
+    ("scratch MiB", lambda r: _scratch(r)),
 )
 
 
@@ -39,6 +40,13 @@ def _number(value: float | None, unit: float) -> str:
 def comparison(c: Comparison | None) -> str:
     """`1.50x [1.45, 1.56] better`."""
     return "-" if c is None else f"{c.ratio:.2f}x [{c.low:.2f}, {c.high:.2f}] {c.verdict}"
+
+
+def _scratch(row: Row) -> str:
+    if row.scratch is None:
+        return "-"
+    over = " (over)" if row.scratch > row.scratch_bound else ""
+    return f"{row.scratch / 2**20:.1f} of {row.scratch_bound / 2**20:.1f}{over}"
 
 
 def environment_lines(e: dict[str, Any]) -> Iterator[str]:
@@ -81,11 +89,12 @@ def _absence(row: Row) -> str:
 
 
 def _table(rows: list[Row]) -> Iterator[str]:
+    """Rows under the titles, without the columns in which none of them has anything."""
     if not rows:
         return
-    yield from aligned(
-        [[title for title, _ in _COLUMNS], *([show(row) for _, show in _COLUMNS] for row in rows)]
-    )
+    columns = [[title, *map(show, rows)] for title, show in _COLUMNS]
+    filled = [column for column in columns if set(column[1:]) != {"-"}]
+    yield from aligned(list(zip(*filled, strict=True)))
 
 
 def aligned(cells: Sequence[Sequence[str]], group: int = 1) -> Iterator[str]:

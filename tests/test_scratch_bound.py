@@ -1,0 +1,78 @@
+"""What a call of the native kernels works in stays within what they promise, on every published shape, whatever the number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from measuring import SHAPE, make_quick, suite
+
+from moe_cpu import PackedExperts, native_library, ops
+from moe_cpu.benchmark import Report, inputs, memory, run, table
+from moe_cpu.models import MODELS, ModelShape
+from moe_cpu.packing import layout_of
+
+TOKENS = sorted({2**p for p in range(18)} | {3, 33, 1000, 5000, 50_000})
+# Whose kernels keep rows in float32, for want of products of bf16.
+FLOAT32_ROWS = ("avx512", "avx2")
+
+
+def needed(shape: ModelShape, M: int, mode: int, isa: str) -> int:
+    code = native_library.GATE_LAYOUT_CODES[layout_of(shape.activation)]
+    sizes = SimpleNamespace(E=shape.E, K=shape.K, I=shape.I, gate_layout_code=code)
+    return ops.layer_scratch_bytes(M, shape.topk, sizes, torch.bfloat16, mode, isa)
+
+
+def broken(isa: str, set_threads: Callable[[int], None], threads: Iterable[int]) -> list[str]:
+    """A sentence for each size that exceeds the promise."""
+    out = []
+    for number in threads:
+        set_threads(number)
+        for shape in MODELS.values():
+            for M in TOKENS:
+                bound = memory.scratch_bound(shape, M)
+                for mode in (native_library.REDUCED, native_library.UNREDUCED):
+                    size = needed(shape, M, mode, isa)
+                    assert size > 0
+                    if size > bound:
+                        out.append(f"{shape.name}, M = {M}, {number} threads: {size} bytes, promised {bound}")
+    return out
+
+
+@pytest.mark.parametrize("threads", [range(1, 9), (10, 12, 16, 24, 32, 48, 64)], ids=["1-8", "10-64"])
+def test_scratch_memory_stays_within_the_promise(isa, set_threads, threads):
+    over = broken(isa, set_threads, threads)
+    if isa in FLOAT32_ROWS or max(threads) > 8:
+        # Every thread gathers up to 256 rows of K, and rows of I are kept until the second product: 64 MiB and bf16 are too little for that.
+        assert over, "it holds now: take this exception away"
+        pytest.xfail(f"{len(over)} sizes exceed the promise, among them {over[0]}")
+    assert not over, over
+
+
+def test_the_promise_in_numbers():
+    assert memory.scratch_bound(MODELS["qwen3-30b-a3b"], 64) == 2**26 + 64 * 8 * (2048 + 768) * 2
+
+
+def test_results_say_what_a_call_works_in(monkeypatch, native, set_threads, tmp_path):
+    make_quick(monkeypatch)
+    set_threads(1)
+    report = run(suite(tokens=(1, 5)))
+    packed = PackedExperts.pack(*inputs.random_layer(SHAPE, 0))
+    for row in report.rows:
+        if row.case.contender == "native":
+            mode = native_library.REDUCED
+            assert row.scratch == ops.layer_scratch_bytes(row.case.M, 2, packed, torch.bfloat16, mode) > 0
+        else:
+            assert row.scratch is None
+    shown = "\n".join(table.lines(report))
+    assert "scratch MiB" in shown
+    assert f"{report.rows[0].scratch / 2**20:.1f} of 64.0" in shown
+    assert "(over)" not in shown
+    report.save(tmp_path / "r.json")
+    assert Report.load(tmp_path / "r.json") == report
+    report.rows[0].scratch = 65 << 20
+    assert "65.0 of 64.0 (over)" in "\n".join(table.lines(report))
+    without = run(suite(contenders=("reference",)))
+    assert "scratch" not in "\n".join(table.lines(without))
