@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import torch
@@ -12,11 +13,17 @@ from moe_cpu.checks import ProblemSize, check_call, check_no_scales, is_packed
 from moe_cpu.combine import weight_input
 from moe_cpu.errors import ArgumentError, no_backward_error
 from moe_cpu.experts.cpu import SelectedExperts
-from moe_cpu.experts.registry import requested
+from moe_cpu.experts.native import at_hand
+from moe_cpu.experts.registry import ENVIRONMENT_VARIABLE, requested
 from moe_cpu.modular_kernel import FusedMoEModularKernel
-from moe_cpu.pack_cache import find, packed_for
+from moe_cpu.native_library import REDUCED
+from moe_cpu.pack_cache import packed_for
 from moe_cpu.packing import PackedExperts, as_packed
 from moe_cpu.prepare_finalize import MoEPrepareAndFinalizeNoEP
+
+# The dictionary behind os.environ. For a name that is not set, os.environ raises and catches two exceptions, which takes longer than checking a whole call.
+_environment: Any = getattr(os.environ, "_data", None)
+_BACKEND = os.environ.encodekey(ENVIRONMENT_VARIABLE)
 
 
 def fused_experts(
@@ -77,18 +84,25 @@ def fused_experts(
             expert_map, w1_bias, w2_bias, backend,
         )  # fmt: skip
         return hidden_states.copy_(recorded) if inplace else recorded
+    name = "auto" if backend == "auto" and _none_requested() else requested(backend)
+    # What is packed comes from the native library and only it reads it as it is: there is nothing to choose.
+    mine = name == "auto" or name == "native"
+    packed = at_hand(w1, w2, w1_bias, w2_bias, activation) if mine else None
+    if (
+        packed is not None
+        and topk_weights is not None
+        and not inplace and not apply_router_weight_on_input
+        and (global_num_experts == -1 or (expert_map is None and global_num_experts == packed.E))
+        and not (torch.is_grad_enabled() and _wants_gradient(hidden_states, topk_weights, w1, w2))
+    ):  # fmt: skip
+        # Nearly every call: the tensors' properties are left to be checked, which the native call reads anyway.
+        done = ops.layer(hidden_states, packed, topk_weights, topk_ids, None, REDUCED, activation, expert_map)
+        if done is not None:
+            return done
     size = check_call(
         hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input, global_num_experts,
         expert_map, w1_bias, w2_bias,
     )  # fmt: skip
-    name = requested(backend)
-    packed: PackedExperts | None = None
-    if name == "auto" or name == "native":
-        if isinstance(w1, PackedExperts):
-            # They come from the native library and only it reads them as they are: there is nothing to choose.
-            packed = w1
-        elif w1_bias is None and w2_bias is None and isinstance(w1, torch.Tensor):
-            packed = find(w1, w2, activation)
     if packed is None:
         experts, kernel = _stages(name)
         chosen = experts.backend_for(hidden_states, w1, w2, activation, w1_bias, w2_bias)
@@ -107,10 +121,10 @@ def fused_experts(
         else:
             _refuse_backward(w1=w1, w2=w2, w1_bias=w1_bias, w2_bias=w2_bias)
             packed = packed_for(w1, w2, w1_bias, w2_bias, activation)
-    elif packed is not w1 and torch.is_grad_enabled():
+    elif packed is not w1:
         _refuse_backward(w1=w1, w2=w2)
     return _native(
-        size, hidden_states, packed, topk_weights, topk_ids, inplace, activation, apply_router_weight_on_input, expert_map
+        hidden_states, packed, topk_weights, topk_ids, inplace, activation, apply_router_weight_on_input, expert_map
     )  # fmt: skip
 
 
@@ -121,42 +135,22 @@ def _stages(backend: str) -> tuple[SelectedExperts, FusedMoEModularKernel]:
 
 
 def _native(
-    size: ProblemSize,
-    x: torch.Tensor,
-    packed: PackedExperts,
-    topk_weights: torch.Tensor | None,
-    topk_ids: torch.Tensor,
-    inplace: bool,
-    activation: str,
-    on_input: bool,
-    expert_map: torch.Tensor | None,
-) -> torch.Tensor:
+    x: torch.Tensor, packed: PackedExperts, topk_weights: torch.Tensor | None, topk_ids: torch.Tensor, inplace: bool,
+    activation: str, on_input: bool, expert_map: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """The native layer on checked arguments, past the modular kernel: it needs no stage of its own before or after."""
     if topk_weights is None:
         raise ArgumentError("topk_weights: expected a tensor, got None; pass ones for an unweighted sum")
-    if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
-        _refuse_backward(hidden_states=x, topk_weights=topk_weights)
-    if size.M == 0 or size.topk == 0:
-        return x.zero_() if inplace else torch.zeros(x.shape, dtype=x.dtype)
-    if expert_map is not None and (expert_map.dtype != torch.int32 or not expert_map.is_contiguous()):
-        expert_map = ops.as_int32(expert_map)
-    if (
-        inplace
-        and not x.is_contiguous()
-        and any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True))
-    ):
+    _refuse_backward(hidden_states=x, topk_weights=topk_weights)
+    if inplace and any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
         raise ArgumentError(
             "inplace: expected hidden_states with memory of its own for every element, got an expanded tensor; pass a clone"
         )
-    tokens, topk_weights = x.resolve_neg(), topk_weights.resolve_neg()
-    if on_input:
-        tokens, topk_weights = weight_input(x, topk_weights), None
-    elif topk_weights.dtype == torch.float64:
-        topk_weights = topk_weights.float()
+    tokens, weights = (weight_input(x, topk_weights), None) if on_input else (x, topk_weights)
     # Every row of x has been read before the first row of the result is written, so the result may take the place of x.
     direct = inplace and x.is_contiguous() and not x.is_neg()
     out = ops.fused_experts(
-        tokens, packed, topk_weights, topk_ids, activation=activation, expert_map=expert_map, out=x if direct else None
+        tokens, packed, weights, topk_ids, activation=activation, expert_map=expert_map, out=x if direct else None
     )  # fmt: skip
     if direct and not x.is_inference():
         torch.autograd.graph.increment_version(x)  # torch has not seen the write
@@ -179,6 +173,19 @@ def _on_gpu(
         activation, global_num_experts, expert_map, w1_bias, w2_bias,
     )  # fmt: skip
     return out
+
+
+def _none_requested() -> bool:
+    """Whether MOE_CPU_BACKEND is surely not set."""
+    return _environment is not None and _BACKEND not in _environment
+
+
+def _wants_gradient(x: Any, topk_weights: Any, w1: Any, w2: Any) -> bool:
+    """Whether one of them requires a gradient, whatever they are."""
+    return bool(
+        getattr(x, "requires_grad", False) or getattr(topk_weights, "requires_grad", False)
+        or getattr(w1, "requires_grad", False) or getattr(w2, "requires_grad", False)
+    )  # fmt: skip
 
 
 def _refuse_backward(backend: str = "native", **tensors: torch.Tensor | None) -> None:

@@ -1,15 +1,13 @@
 """One layer call by the native library, as typed Python functions that go straight to C.
 
-Functions here trust their callers: shapes, dtypes and devices have been checked (`moe_cpu.checks`). What only the data can tell, an expert id out of
-range, the native code checks before it writes anything. The same as torch operators, for graphs: `moe_cpu.torch_ops`. Packing: `moe_cpu.pack_ops`;
-sorting ids: `moe_cpu.align_ops`.
+Arguments are checked here, but memory that a caller brings is trusted. What only the data can tell, an expert id out of range, the native code checks
+before it writes anything. The same as torch operators, for graphs: `moe_cpu.torch_ops`. Packing: `moe_cpu.pack_ops`; sorting ids: `moe_cpu.align_ops`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,38 +15,19 @@ import torch
 from torch import Tensor
 
 from moe_cpu import native_library as native
-from moe_cpu.errors import ArgumentError, IsaUnavailable, dtype_name, no_memory_error, out_of_memory_error
+from moe_cpu.checks import ACTIVATION_WIDTH, check_call
+from moe_cpu.errors import ArgumentError, IsaUnavailable, dtype_name, no_memory_error
+from moe_cpu.scratch import CallMemory
 
 if TYPE_CHECKING:
     from moe_cpu.packing import PackedExperts
 
+_INT32 = native.DTYPE_CODES[torch.int32]  # numbers below it are floating point's
 # moe_layer_args of c_api.h: 24 words of 64 bits, then 8 of 32.
 _LAYER_ARGS = struct.Struct("=24q8i")
 
 
-class _PerThread(threading.local):
-    """The error numbers and scratch memory of one Python thread; reused by every call it makes."""
-
-    def __init__(self) -> None:
-        self.busy = False
-        self.info = native.Info()
-        self.info_address = ctypes.addressof(self.info)
-        self.scratch = torch.empty(0, dtype=torch.uint8)
-        self.scratch_address = 0
-        self.scratch_bytes = 0
-
-    def grow(self, size: int) -> None:
-        # Let go of the old one first, addresses too: the new one may not be had.
-        self.scratch = torch.empty(0, dtype=torch.uint8)
-        self.scratch_address, self.scratch_bytes = 0, 0
-        try:
-            self.scratch = torch.empty(size, dtype=torch.uint8)
-        except RuntimeError as error:
-            raise out_of_memory_error("scratch memory of one call", size) from error
-        self.scratch_address, self.scratch_bytes = self.scratch.data_ptr(), size
-
-
-_mine = _PerThread()
+_mine = CallMemory()
 _isas: tuple[str, ...] | None = None
 
 
@@ -100,9 +79,9 @@ def _isa_index(isa: str | int | None) -> int:
     return isas().index(isa)
 
 
-def borrow() -> _PerThread:
+def borrow() -> CallMemory:
     """The calling thread's memory, busy until the caller says otherwise; a call in the middle of another (signal handler) gets its own, as it may grow it."""
-    mine = _PerThread() if _mine.busy else _mine
+    mine = CallMemory() if _mine.busy else _mine
     mine.busy = True
     return mine
 
@@ -113,93 +92,125 @@ def scratch_bytes_held() -> int:
 
 
 def layer(
-    x: Tensor,
-    packed: PackedExperts,
-    topk_weights: Tensor | None,
-    topk_ids: Tensor | None,
-    out: Tensor,
-    mode: int,
-    activation: str,
-    expert_map: Tensor | None = None,
-    expert_num_tokens: Tensor | None = None,
-    isa: str | int | None = None,
+    x: Tensor, packed: PackedExperts, topk_weights: Tensor | None, topk_ids: Tensor | None, out: Tensor | None, mode: int,
+    activation: str, expert_map: Tensor | None = None, expert_num_tokens: Tensor | None = None, isa: str | int | None = None,
     scratch: Tensor | None = None,
-) -> Tensor:
-    """One native layer call; see `fused_experts`, `experts_unreduced` and `experts_batched` for the three modes. Returns `out`."""
+) -> Tensor | None:  # fmt: skip
+    """One native layer call in one of its three modes: see `fused_experts`, `experts_unreduced` and `experts_batched`, which has no `topk_ids`.
+
+    Looks at every argument once, to check and to pass it on: a layer of one token takes little longer than that. `out`, `expert_num_tokens` and
+    `scratch` are trusted; without an `out` a new tensor takes the reduced result.
+
+    Returns: `out`; None, with nothing done, when the kernels cannot take some argument as it is, be it wrong or only unusual.
+    Raises: as `fused_experts`, for what only the data can tell.
+    """
+    codes = native.DTYPE_CODES
+    try:
+        K, x_dtype = packed.K, codes[x.dtype]
+        good = (ACTIVATION_WIDTH[activation] == 1) == (packed.gate_layout == "none")
+        if topk_ids is None:
+            _, tokens, columns = x.shape
+            x_expert, x_token, x_column = x.stride()
+            ids_shape, topk, ids_token, ids_slot, ids_dtype = None, 1, 0, 0, _INT32
+        else:
+            tokens, columns = x.shape
+            x_token, x_column = x.stride()
+            x_expert, ids_shape = 0, topk_ids.shape
+            rows, topk = ids_shape
+            ids_token, ids_slot = topk_ids.stride()
+            ids_dtype = codes[topk_ids.dtype]
+            good = good and rows == tokens and topk > 0 and ids_dtype >= _INT32 and topk_ids.is_cpu
+        if topk_weights is None:
+            weights_token = weights_slot = weights_dtype = 0
+        else:
+            weights_token, weights_slot = topk_weights.stride()
+            weights_dtype = codes[topk_weights.dtype]
+            good = good and topk_weights.shape == ids_shape and weights_dtype < _INT32
+            good = good and topk_weights.is_cpu and not topk_weights.is_neg()
+        if expert_map is None:
+            global_experts = packed.E
+        else:
+            (global_experts,) = expert_map.shape
+            good = (
+                good and expert_map.dtype == torch.int32 and expert_map.is_contiguous() and expert_map.is_cpu
+            )
+        good = good and columns == K and (x_column == 1 or K == 1) and x_dtype < _INT32 and x.is_cpu
+        if not good or x.is_neg():
+            return None
+        x_address, w1_address, w2_address = x.data_ptr(), packed._w1.data_ptr(), packed._w2.data_ptr()
+        ids_address = 0 if topk_ids is None else topk_ids.data_ptr()
+        weights_address = 0 if topk_weights is None else topk_weights.data_ptr()
+        map_address = 0 if expert_map is None else expert_map.data_ptr()
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
+        return None
+    if out is None:
+        # empty_like is the quickest way to a tensor but copies strides.
+        compact = x_token == K and x_column == 1
+        out = torch.empty_like(x) if compact else torch.empty((tokens, K), dtype=x.dtype)
+    w1_bias, w2_bias = packed._w1_bias, packed._w2_bias  # past the properties: this is the hot path
+    out_address = out.data_ptr()
+    if tokens > 0 and not (
+        x_address and out_address and w1_address and w2_address and (ids_address or topk_ids is None)
+        and (weights_address or topk_weights is None) and (map_address or expert_map is None or global_experts == 0)
+    ):  # fmt: skip
+        raise no_memory_error("fused experts")
+    call = native.library().moe_layer
+    index = active_isa() if isa is None else _isa_index(isa)
     mine = borrow()
     try:
-        return _layer(
-            mine,
-            x,
-            packed,
-            topk_weights,
-            topk_ids,
-            out,
-            mode,
-            activation,
-            expert_map,
-            expert_num_tokens,
-            isa,
-            scratch,
-        )
+        while True:
+            status = call(_LAYER_ARGS.pack(
+                tokens, K, packed.I, packed.E, topk, global_experts,
+                x_address, x_expert, x_token,
+                ids_address, ids_token, ids_slot, weights_address, weights_token, weights_slot,
+                map_address,
+                0 if expert_num_tokens is None else expert_num_tokens.data_ptr(),
+                w1_address, w2_address,
+                0 if w1_bias is None else w1_bias.data_ptr(), 0 if w2_bias is None else w2_bias.data_ptr(),
+                out_address,
+                mine.scratch_address if scratch is None else scratch.data_ptr(),
+                mine.scratch_bytes if scratch is None else scratch.nbytes,
+                x_dtype, ids_dtype, weights_dtype,
+                native.ACTIVATION_CODES[activation], packed.gate_layout_code, mode, index, torch.get_num_threads(),
+            ), mine.info_address)  # fmt: skip
+            if status == 0:
+                return out
+            if status != native.SCRATCH_TOO_SMALL:
+                raise native.failure(status, mine.info, "fused experts", topk)
+            if scratch is not None:
+                raise ArgumentError(
+                    f"workspace2: expected at least {-(-mine.info[0] // scratch.element_size())} elements of {dtype_name(scratch.dtype)}, "
+                    f"got {scratch.numel()}; size it with workspace_shapes"
+                )
+            mine.grow(mine.info[0])
     finally:
         mine.busy = False
 
 
-def _layer(
-    mine: _PerThread, x: Tensor, packed: PackedExperts, topk_weights: Tensor | None, topk_ids: Tensor | None, out: Tensor, mode: int,
-    activation: str, expert_map: Tensor | None, expert_num_tokens: Tensor | None, isa: str | int | None, scratch: Tensor | None,
+def _routed(
+    x: Tensor, packed: PackedExperts, topk_weights: Tensor | None, topk_ids: Tensor, out: Tensor | None, mode: int,
+    activation: str, expert_map: Tensor | None, isa: str | int | None, scratch: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    call = native.library().moe_layer
-    sizes, strides = x.shape, x.stride()
-    if strides[-1] != 1 and sizes[-1] > 1:
-        x = x.contiguous()
-        strides = x.stride()
-    if topk_ids is None:
-        ids_address, (ids_token, ids_slot), topk, ids_dtype = 0, (0, 0), 1, 3
-    else:
-        ids_address, (ids_token, ids_slot) = topk_ids.data_ptr(), topk_ids.stride()
-        topk, ids_dtype = topk_ids.shape[1], native.DTYPE_CODES[topk_ids.dtype]
-    if topk_weights is None:
-        weights_address, (weights_token, weights_slot), weights_dtype = 0, (0, 0), 0
-    else:
-        weights_address, (weights_token, weights_slot) = topk_weights.data_ptr(), topk_weights.stride()
-        weights_dtype = native.DTYPE_CODES[topk_weights.dtype]
-    if scratch is None:
-        scratch_address, scratch_bytes = mine.scratch_address, mine.scratch_bytes
-    else:
-        scratch_address, scratch_bytes = scratch.data_ptr(), scratch.numel() * scratch.element_size()
-    w1_bias, w2_bias = packed._w1_bias, packed._w2_bias  # past the properties: this is the hot path
-    index = isa if type(isa) is int else _isa_index(isa)
-    x_dtype, threads = native.DTYPE_CODES[x.dtype], torch.get_num_threads()
-    x_address, out_address, w1_address = x.data_ptr(), out.data_ptr(), packed._w1.data_ptr()
-    if sizes[-2] > 0 and not (x_address and out_address and w1_address and (ids_address or topk_ids is None)):
-        raise no_memory_error("fused experts")
-    while True:
-        block = _LAYER_ARGS.pack(
-            sizes[-2], sizes[-1], packed.I, packed.E, topk, packed.E if expert_map is None else expert_map.shape[0],
-            x_address, strides[0], strides[-2],
-            ids_address, ids_token, ids_slot, weights_address, weights_token, weights_slot,
-            0 if expert_map is None else expert_map.data_ptr(),
-            0 if expert_num_tokens is None else expert_num_tokens.data_ptr(),
-            w1_address, packed._w2.data_ptr(),
-            0 if w1_bias is None else w1_bias.data_ptr(), 0 if w2_bias is None else w2_bias.data_ptr(),
-            out_address, scratch_address, scratch_bytes,
-            x_dtype, ids_dtype, weights_dtype,
-            native.ACTIVATION_CODES[activation], packed.gate_layout_code, mode, index, threads,
-        )  # fmt: skip
-        status = call(block, mine.info_address)
-        if status == 0:
-            return out
-        if status == native.SCRATCH_TOO_SMALL and scratch is not None:
+    """`layer` for any arguments: what is only unusual gets the usual form, and the rest is explained."""
+    done = layer(x, packed, topk_weights, topk_ids, out, mode, activation, expert_map, None, isa, scratch)
+    if done is not None:
+        return done
+    check_call(x, packed, None, topk_weights, topk_ids, activation, False, -1, expert_map)
+    for name, tensor in (("hidden_states", x), ("topk_weights", topk_weights), ("topk_ids", topk_ids)):
+        if tensor is not None and tensor.layout != torch.strided:
             raise ArgumentError(
-                f"workspace2: expected at least {-(-mine.info[0] // scratch.element_size())} elements of {dtype_name(scratch.dtype)}, "
-                f"got {scratch.numel()}; size it with workspace_shapes"
+                f"{name}: expected layout torch.strided, got {tensor.layout}; pass {name}.to_dense()"
             )
-        if status != native.SCRATCH_TOO_SMALL:
-            raise native.failure(status, mine.info, "fused experts", topk)
-        mine.grow(mine.info[0])
-        scratch_address, scratch_bytes = mine.scratch_address, mine.scratch_bytes
+    if topk_ids.numel() == 0:
+        return torch.zeros(x.shape, dtype=x.dtype) if out is None else out.zero_()
+    if topk_weights is not None:
+        topk_weights = topk_weights.resolve_neg()
+        topk_weights = topk_weights.float() if topk_weights.dtype == torch.float64 else topk_weights
+    expert_map, x = None if expert_map is None else as_int32(expert_map), x.resolve_neg().contiguous()
+    done = layer(x, packed, topk_weights, topk_ids, out, mode, activation, expert_map, None, isa, scratch)
+    if done is None:
+        raise no_memory_error("fused experts")  # of a kind that does not even have an address, as functorch's
+    return done
 
 
 def as_int32(numbers: Tensor) -> Tensor:
@@ -222,17 +233,9 @@ def layer_scratch_bytes(
 
 
 def fused_experts(
-    x: Tensor,
-    packed: PackedExperts,
-    topk_weights: Tensor | None,
-    topk_ids: Tensor,
-    *,
-    activation: str,
-    expert_map: Tensor | None = None,
-    out: Tensor | None = None,
-    isa: str | int | None = None,
-    scratch: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, packed: PackedExperts, topk_weights: Tensor | None, topk_ids: Tensor, *, activation: str,
+    expert_map: Tensor | None = None, out: Tensor | None = None, isa: str | int | None = None, scratch: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """out[m] = sum over slots s of topk_weights[m, s] * expert[topk_ids[m, s]](x[m]).
 
     Args:
@@ -254,46 +257,33 @@ def fused_experts(
     Numerics: products accumulate in float32; the activation is computed in float32 and rounded to bf16; weights and sum in float32, slots in order;
     one rounding to x's dtype. The bits do not depend on the number of threads nor on the other tokens of the call.
     """
-    if out is None:
-        # empty_like is the quickest way to a tensor but copies strides.
-        out = torch.empty_like(x) if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype)
-    return layer(
-        x, packed, topk_weights, topk_ids, out, native.REDUCED, activation, expert_map, None, isa, scratch
+    return _routed(
+        x, packed, topk_weights, topk_ids, out, native.REDUCED, activation, expert_map, isa, scratch
     )
 
 
 def experts_unreduced(
-    x: Tensor,
-    packed: PackedExperts,
-    topk_ids: Tensor,
-    *,
-    activation: str,
-    expert_map: Tensor | None = None,
-    out: Tensor | None = None,
-    isa: str | int | None = None,
-    scratch: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, packed: PackedExperts, topk_ids: Tensor, *, activation: str, expert_map: Tensor | None = None,
+    out: Tensor | None = None, isa: str | int | None = None, scratch: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """out[m, s] = expert[topk_ids[m, s]](x[m]), `[M, topk, K]`; zero where the pair is skipped. Otherwise as `fused_experts`."""
     if out is None:
         out = torch.empty((x.shape[0], topk_ids.shape[1], x.shape[1]), dtype=x.dtype)
-    return layer(x, packed, None, topk_ids, out, native.UNREDUCED, activation, expert_map, None, isa, scratch)
+    return _routed(x, packed, None, topk_ids, out, native.UNREDUCED, activation, expert_map, isa, scratch)
 
 
 def experts_batched(
-    x: Tensor,
-    packed: PackedExperts,
-    expert_num_tokens: Tensor,
-    *,
-    activation: str,
-    out: Tensor | None = None,
-    isa: str | int | None = None,
-    scratch: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, packed: PackedExperts, expert_num_tokens: Tensor, *, activation: str, out: Tensor | None = None,
+    isa: str | int | None = None, scratch: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """out[e, i] = expert[e](x[e, i]) for i < expert_num_tokens[e], `[E, max_num_tokens, K]`; other rows of `out` are not written.
 
     Raises:
         ArgumentError: a count outside 0 .. max_num_tokens.
     """
     out = torch.empty(x.shape, dtype=x.dtype) if out is None else out
-    counts = as_int32(expert_num_tokens)
-    return layer(x, packed, None, None, out, native.BATCHED, activation, None, counts, isa, scratch)
+    counts, x = as_int32(expert_num_tokens), x.resolve_neg()
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    done = layer(x, packed, None, None, out, native.BATCHED, activation, None, counts, isa, scratch)
+    assert done is not None, "checked by check_batched_call"
+    return done

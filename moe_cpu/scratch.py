@@ -1,11 +1,13 @@
-"""Scratch memory of one layer: a block for each calling thread, grown on demand, reused by every call."""
+"""Scratch memory: of one layer and of one native call. A block for each calling thread, grown on demand, reused by every call."""
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import torch
 
+from moe_cpu import native_library as native
 from moe_cpu.errors import out_of_memory_error
 
 # Both workspaces are carved from one block; each starts on a cache line of its own.
@@ -57,3 +59,26 @@ class Scratch(threading.local):
                 raise out_of_memory_error(f"scratch memory of a layer on {device}", size) from error
             self._blocks[device] = block
         return block
+
+
+class CallMemory(threading.local):
+    """What the native calls of one Python thread work in and where they leave their error numbers; `busy` while one of them does."""
+
+    def __init__(self) -> None:
+        self.busy = False
+        self.info = native.Info()
+        self.info_address = ctypes.addressof(self.info)
+        self.scratch = torch.empty(0, dtype=torch.uint8)
+        self.scratch_address = 0
+        self.scratch_bytes = 0
+
+    def grow(self, size: int) -> None:
+        """Makes the scratch memory `size` bytes long; its content is lost. Raises OutOfMemory with the bytes."""
+        # Let go of the old one first, addresses too: the new one may not be had.
+        self.scratch = torch.empty(0, dtype=torch.uint8)
+        self.scratch_address, self.scratch_bytes = 0, 0
+        try:
+            self.scratch = torch.empty(size, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise out_of_memory_error("scratch memory of one call", size) from error
+        self.scratch_address, self.scratch_bytes = self.scratch.data_ptr(), size

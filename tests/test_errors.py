@@ -9,7 +9,7 @@ import torch
 from calls import call, pack, require
 from strategies import make_case
 
-from moe_cpu import PackedExperts, errors, fused_experts, ops, pack_ops
+from moe_cpu import PackedExperts, errors, fused_experts, native_library, pack_ops
 
 SIZES = {"M": 5, "K": 64, "I": 48, "E": 4, "topk": 2}
 CASE = make_case(**SIZES, bias=True)
@@ -59,7 +59,7 @@ def no_native_call(monkeypatch):
     def refuse(*_args, **_kwargs):
         raise AssertionError("native code was reached")
 
-    monkeypatch.setattr(ops, "layer", refuse)
+    monkeypatch.setattr(native_library, "library", refuse)
     monkeypatch.setattr(pack_ops, "pack_expert", refuse)
 
 

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import bounds
 import pytest
 import torch
-from calls import call, pack
+from calls import call, modular, pack
 from hypothesis import given
 from strategies import STRIDES, cases, make_case, strided
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_cpu import FusedMoEModularKernel, PackedExperts, fused_experts
 from moe_cpu.errors import ArgumentError, NoBackward
+from moe_cpu.experts import create
 
 BACKENDS = ("native", "reference")
 
@@ -237,6 +239,32 @@ def test_inference_mode(backend):
         case.check(call(case, packed=packed, backend=backend))
     outside = make_case(M=4, seed=89)
     outside.check(call(outside, backend=backend))
+
+
+@pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights", "expert_map"])
+def test_no_tensor_without_memory_is_taken_for_an_absent_one(name):
+    case = make_case(M=4, E=5, local=3)
+    packed = pack(case)
+    fake = FakeTensorMode().from_tensor(getattr(case, name))
+    with pytest.raises(ArgumentError, match="memory"):
+        call(case.with_(**{name: fake}), packed=packed)
+
+
+@pytest.mark.parametrize("name", ["x", "topk_weights"])
+def test_other_layouts_are_refused_by_name(name):
+    case = make_case(M=4)
+    packed = pack(case)
+    with pytest.raises(
+        ArgumentError, match=rf"{'hidden_states' if name == 'x' else name}.*strided.*sparse_coo.*to_dense"
+    ):
+        call(case.with_(**{name: getattr(case, name).to_sparse()}), packed=packed)
+
+
+@pytest.mark.parametrize("name", ["x", "topk_weights"])
+def test_a_pending_negation_is_carried_out_by_a_kernel_too(name):
+    case = make_case(M=4)
+    pending = case.with_(**{name: torch._neg_view(-getattr(case, name))})
+    assert torch.equal(modular(pending, create("native")), modular(case, create("native")))
 
 
 @pytest.mark.parametrize("name", ["w1_scale", "w2_scale", "w1_zp", "w2_zp", "a1_scale", "a2_scale"])

@@ -14,7 +14,7 @@ from moe_cpu.errors import IsaUnavailable, dtype_name
 from moe_cpu.experts.config import ExpertsConfig
 from moe_cpu.experts.loop import result_memory
 from moe_cpu.modular_kernel import FusedMoEPermuteExpertsUnpermute
-from moe_cpu.pack_cache import packed_for
+from moe_cpu.pack_cache import find, packed_for
 from moe_cpu.packing import PackedExperts, as_packed
 
 _CACHE_LINE = 64
@@ -112,7 +112,7 @@ class NativeExperts(FusedMoEPermuteExpertsUnpermute):
             check_call(
                 hidden_states, w1, w2, None, topk_ids, activation, False, global_num_experts, expert_map, w1_bias, w2_bias
             )  # fmt: skip
-        packed = self._packed(w1, w2, w1_bias, w2_bias, activation)
+        packed = _packed(w1, w2, w1_bias, w2_bias, activation)
         shape = hidden_states.shape if batched else (*topk_ids.shape, hidden_states.shape[1])
         out = result_memory(shape, hidden_states.dtype, hidden_states.device, workspace13)
         if out.numel() == 0:
@@ -125,7 +125,7 @@ class NativeExperts(FusedMoEPermuteExpertsUnpermute):
                 scratch=_scratch(workspace2),
             )  # fmt: skip
         return ops.experts_unreduced(
-            hidden_states, packed, topk_ids, activation=activation, expert_map=_plain(expert_map), out=out, isa=self.isa,
+            hidden_states, packed, topk_ids, activation=activation, expert_map=expert_map, out=out, isa=self.isa,
             scratch=_scratch(workspace2),
         )  # fmt: skip
 
@@ -153,35 +153,37 @@ class NativeExperts(FusedMoEPermuteExpertsUnpermute):
 
         Raises: ShapeError, DTypeError, DeviceError, ArgumentError, ExpertIdError.
         """
-        check_call(
-            hidden_states, w1, w2, topk_weights, topk_ids, activation, False, global_num_experts, expert_map, w1_bias, w2_bias
-        )  # fmt: skip
-        packed = self._packed(w1, w2, w1_bias, w2_bias, activation)
-        if topk_ids.numel() == 0:
-            output.zero_()
-            return
-        weights = None if apply_router_weight_on_input else _weights(topk_weights)
+        packed = at_hand(w1, w2, w1_bias, w2_bias, activation)
+        if packed is None or expert_map is not None or global_num_experts not in (-1, packed.E):
+            check_call(
+                hidden_states, w1, w2, topk_weights, topk_ids, activation, False, global_num_experts, expert_map, w1_bias,
+                w2_bias,
+            )  # fmt: skip
+            packed = packed or _packed(w1, w2, w1_bias, w2_bias, activation)
         direct = output.is_contiguous() and output.dtype == hidden_states.dtype
         result = ops.fused_experts(
-            hidden_states, packed, weights, topk_ids, activation=activation, expert_map=_plain(expert_map),
-            out=output if direct else None, isa=self.isa,
+            hidden_states, packed, None if apply_router_weight_on_input else topk_weights, topk_ids, activation=activation,
+            expert_map=expert_map, out=output if direct else None, isa=self.isa,
         )  # fmt: skip
         if not direct:
             output.copy_(result)
 
-    @staticmethod
-    def _packed(
-        w1: Any, w2: Any, w1_bias: torch.Tensor | None, w2_bias: torch.Tensor | None, activation: str
-    ) -> PackedExperts:
-        return as_packed(w1) if is_packed(w1, w2) else packed_for(w1, w2, w1_bias, w2_bias, activation)
+
+def at_hand(w1: Any, w2: Any, w1_bias: Any, w2_bias: Any, activation: Any) -> PackedExperts | None:
+    """The packed form of weights, whatever the arguments are, if it is there already: then `moe_cpu.ops` checks all else about a call."""
+    if w1_bias is not None or w2_bias is not None:
+        return None
+    if isinstance(w1, PackedExperts):
+        return w1 if w2 is None else None
+    if isinstance(w1, torch.Tensor) and isinstance(w2, torch.Tensor) and isinstance(activation, str):
+        return find(w1, w2, activation)
+    return None
 
 
-def _weights(topk_weights: torch.Tensor) -> torch.Tensor:
-    return topk_weights.float() if topk_weights.dtype == torch.float64 else topk_weights
-
-
-def _plain(expert_map: torch.Tensor | None) -> torch.Tensor | None:
-    return None if expert_map is None else ops.as_int32(expert_map)
+def _packed(
+    w1: Any, w2: Any, w1_bias: torch.Tensor | None, w2_bias: torch.Tensor | None, activation: str
+) -> PackedExperts:
+    return as_packed(w1) if is_packed(w1, w2) else packed_for(w1, w2, w1_bias, w2_bias, activation)
 
 
 def _scratch(workspace: torch.Tensor | None) -> torch.Tensor | None:
