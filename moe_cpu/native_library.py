@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import threading
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,11 @@ GATE_LAYOUT_CODES = {"concatenated": 0, "interleaved": 1, "none": 2}
 REDUCED, UNREDUCED, BATCHED = 0, 1, 2
 
 Info = ctypes.c_int64 * 4
+
+# Header of a 64-bit little-endian ELF file: identification, e_phoff, e_shoff, then size and number of the entries of both tables. Of an entry of the program
+# header table: p_offset and p_filesz. (System V ABI, "Object Files" and "Program Loading".)
+_ELF_HEADER, _ELF_SEGMENT = struct.Struct("<6s26xQQ6xHHHH2x"), struct.Struct("<8xQ16xQ16x")
+_ELF_64_LITTLE = b"\x7fELF\x02\x01"
 
 _i32: Any = ctypes.c_int32
 _i64: Any = ctypes.c_int64
@@ -87,6 +93,9 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
             f"no {FILE_NAME} at {' or '.join(map(str, paths))}; build it with `pip install .` (Linux on x86-64, g++ >= 12)",
         )
     try:
+        missing = _missing_bytes(path)
+        if missing > 0:
+            return None, f"{path} is cut off, its last {missing} bytes are missing; reinstall moe-cpu"
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
@@ -100,6 +109,24 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
             f"{path} has interface version {version}, this package needs {ABI_VERSION}; reinstall moe-cpu",
         )
     return library, None
+
+
+def _missing_bytes(path: Path) -> int:
+    """How many bytes of an ELF file its own tables speak of lie behind its end. The dynamic loader does not ask: it maps them, and the process dies of a
+    bus error at the first look. A file of another kind has none; the loader says what is wrong with it."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(_ELF_HEADER.size)
+        if not head.startswith(_ELF_64_LITTLE) or len(head) < _ELF_HEADER.size:
+            return 0
+        _, segments, sections, segment_size, number, section_size, section_number = _ELF_HEADER.unpack(head)
+        end = max(segments + number * segment_size, sections + section_number * section_size)
+        file.seek(segments)
+        table = file.read(number * segment_size)
+    if segment_size == _ELF_SEGMENT.size:
+        whole = len(table) // segment_size * segment_size
+        end = max([end, *(start + length for start, length in _ELF_SEGMENT.iter_unpack(table[:whole]))])
+    return end - size
 
 
 def why_not() -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -42,6 +43,33 @@ def test_a_library_asked_for_by_name_is_never_replaced(no_library, monkeypatch):
     ):
         call(make_case(seed=151))
     call(make_case(seed=151), backend="reference")
+
+
+@pytest.mark.parametrize("left", [0, 10, 64, 500, 5000, 0.5, 0.9, -64, -1])
+def test_a_cut_off_library_is_refused_before_it_is_mapped(left, tmp_path, monkeypatch):
+    """The dynamic loader would map what is not there, and the process would die of a bus error."""
+    whole = next(p for p in native_library.candidates() if p.exists()).read_bytes()
+    file = tmp_path / "libmoe_cpu.so"
+    end = int(left * len(whole)) if isinstance(left, float) else left % len(whole)
+    file.write_bytes(whole[:end])
+    monkeypatch.setenv(native_library.PATH_VARIABLE, str(file))
+    library, reason = native_library._load()
+    assert library is None
+    if end < 64:
+        assert re.search(rf"{file} cannot be loaded: .*", reason)
+    else:
+        assert f"{file} is cut off, its last {len(whole) - end} bytes are missing; reinstall" in reason
+
+
+def test_a_file_that_is_no_library_is_left_to_the_loader(tmp_path, monkeypatch):
+    file = tmp_path / "libmoe_cpu.so"
+    monkeypatch.setenv(native_library.PATH_VARIABLE, str(file))
+    for content in (b"text" * 100, b"\x7fELF\x01\x01" + bytes(100)):
+        file.write_bytes(content)
+        assert "cannot be loaded" in native_library._load()[1]
+    file.unlink()
+    file.mkdir()
+    assert "cannot be loaded" in native_library._load()[1]
 
 
 def test_a_skipped_native_backend_is_told_once(no_library):

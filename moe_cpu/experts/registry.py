@@ -128,7 +128,11 @@ def create(name: str, isa_name: str | None = None) -> FusedMoEPermuteExpertsUnpe
 
 
 def list_backends() -> list[BackendStatus]:
-    """Every backend in the order in which it is tried, asked about a plain bf16 silu layer on its own kind of device."""
+    """Every backend in the order in which it is tried, asked about a plain bf16 silu layer on its own kind of device.
+
+    Raises: ArgumentError when MOE_CPU_BACKEND names none of them, as every layer's call does.
+    """
+    requested()
     rows = []
     for name in NAMES:
         config = ExpertsConfig(

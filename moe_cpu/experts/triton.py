@@ -14,10 +14,11 @@ from moe_cpu.checks import (
     check_call,
     check_expert_ids,
     check_no_scales,
+    is_packed,
     resolve_num_experts,
 )
 from moe_cpu.errors import dtype_name
-from moe_cpu.experts.config import ExpertsConfig
+from moe_cpu.experts.config import ExpertsConfig, check_supported, config_of
 from moe_cpu.experts.loop import result_memory
 from moe_cpu.modular_kernel import FusedMoEPermuteExpertsUnpermute
 
@@ -55,15 +56,19 @@ class TritonExperts(FusedMoEPermuteExpertsUnpermute):
         self.plan = plan
         self.check_ids = os.environ.get(CHECK_VARIABLE) == "1" if check_ids is None else check_ids
         self._scratch = DeviceScratch()
+        self._admitted: set[tuple[bool, torch.dtype, torch.dtype]] = set()
 
     @classmethod
     def supports(cls, config: ExpertsConfig) -> tuple[bool, str]:
         """bf16 and fp16 weights on an NVIDIA GPU of compute capability 8.0 or more. Under TRITON_INTERPRET=1 CPU tensors are taken instead, for tests."""
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        if config.packed:
+            return False, (
+                f"takes dense weights on cuda, got a PackedExperts, a layout for the CPU, with hidden_states on {config.device}; "
+                "pass dense w1 and w2 on cuda (PackedExperts.unpack() gives them), or hidden_states on the cpu to the native backend"
+            )
         if config.device != "cuda" and not (interpreted and config.device == "cpu"):
             return False, f"runs on cuda tensors only, got {config.device}"
-        if config.packed:
-            return False, "takes dense weights only, got a PackedExperts, which is a layout for the CPU"
         if config.weight_dtype not in (torch.bfloat16, torch.float16):
             return False, f"weights must be bf16 or fp16, got {dtype_name(config.weight_dtype)}"
         if config.weight_dtype == torch.float16 and config.x_dtype != torch.float16:
@@ -105,15 +110,17 @@ class TritonExperts(FusedMoEPermuteExpertsUnpermute):
         """The unweighted result in the dtype of the input: `[M, topk, K]`, zero where a pair has no expert here, or `[E, max_num_tokens, K]`, whose rows past
         `expert_num_tokens` are not written.
 
-        Raises: ShapeError, DTypeError, DeviceError, ArgumentError; ExpertIdError when ids are checked.
+        Raises: ShapeError, DTypeError, DeviceError, ArgumentError; BackendUnavailable for what `supports` refuses; ExpertIdError when ids are checked.
         """
         check_no_scales(
             w1_scale=w1_scale, w2_scale=w2_scale, w1_zp=w1_zp, w2_zp=w2_zp, a1q_scale=a1q_scale, a2_scale=a2_scale
         )  # fmt: skip
+        self._refuse_packed(hidden_states, w1, w2, activation)
         if hidden_states.dim() == 3:
+            check_batched_call(hidden_states, w1, w2, activation, expert_num_tokens, w1_bias, w2_bias)
+            self._admit(hidden_states, w1, w2, activation)
             from moe_cpu.experts import triton_layer
 
-            check_batched_call(hidden_states, w1, w2, activation, expert_num_tokens, w1_bias, w2_bias)
             out = result_memory(hidden_states.shape, hidden_states.dtype, hidden_states.device, workspace13)
             triton_layer.batched(
                 self._scratch, self.plan, out, hidden_states, w1, w2, expert_num_tokens, activation, w1_bias, w2_bias
@@ -122,6 +129,7 @@ class TritonExperts(FusedMoEPermuteExpertsUnpermute):
         size = check_call(
             hidden_states, w1, w2, None, topk_ids, activation, False, global_num_experts, expert_map, w1_bias, w2_bias
         )  # fmt: skip
+        self._admit(hidden_states, w1, w2, activation)
         if self.check_ids:
             self._check_ids(topk_ids, global_num_experts, size.E, expert_map)
         shape = (size.M, size.topk, size.K)
@@ -152,11 +160,13 @@ class TritonExperts(FusedMoEPermuteExpertsUnpermute):
     ) -> None:
         """Writes the weighted sum over topk to `output [M, K]`. The input is already weighted under `apply_router_weight_on_input`.
 
-        Raises: ShapeError, DTypeError, DeviceError, ArgumentError; ExpertIdError when ids are checked.
+        Raises: ShapeError, DTypeError, DeviceError, ArgumentError; BackendUnavailable for what `supports` refuses; ExpertIdError when ids are checked.
         """
+        self._refuse_packed(hidden_states, w1, w2, activation)
         size = check_call(
             hidden_states, w1, w2, topk_weights, topk_ids, activation, False, global_num_experts, expert_map, w1_bias, w2_bias
         )  # fmt: skip
+        self._admit(hidden_states, w1, w2, activation)
         weights = None if apply_router_weight_on_input else topk_weights
         self.layer(
             size.E, output, hidden_states, w1, w2, weights, topk_ids, activation, global_num_experts, expert_map, w1_bias, w2_bias
@@ -187,6 +197,18 @@ class TritonExperts(FusedMoEPermuteExpertsUnpermute):
             self._scratch, self.plan, output, x, w1, w2, topk_weights, topk_ids, activation, expert_map, w1_bias, w2_bias,
             reduce=True,
         )  # fmt: skip
+
+    def _refuse_packed(self, x: torch.Tensor, w1: Any, w2: Any, activation: str) -> None:
+        """Before `check_call`, which takes a pack for right or advises to move it to the GPU."""
+        if is_packed(w1, w2):
+            check_supported(self, config_of(x, w1, w2, activation))
+
+    def _admit(self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: str) -> None:
+        """Asks `supports` once about each kind of call."""
+        kind = (x.is_cuda, x.dtype, w1.dtype)
+        if kind not in self._admitted:
+            check_supported(self, config_of(x, w1, w2, activation))
+            self._admitted.add(kind)
 
     @functools.cached_property
     def _routed(self) -> Any:
