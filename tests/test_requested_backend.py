@@ -16,7 +16,7 @@ def wrong(monkeypatch):
 
 
 def test_backends_are_not_listed(monkeypatch):
-    with pytest.raises(ArgumentError, match="MOE_CPU_BACKEND: expected one of auto, native.*got 'nonsense'"):
+    with pytest.raises(ArgumentError, match=r"MOE_CPU_BACKEND: expected one of auto, native.*got 'nonsense'"):
         list_backends()
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "reference")
     assert tuple(status.name for status in list_backends()) == NAMES
