@@ -15,7 +15,7 @@ from moe_cpu.models import ModelShape
 _BF16 = 2
 _F32 = 4
 # Left for the rest of the system and for what contenders allocate during a call.
-_RESERVE = 1 << 30
+RESERVE = 1 << 30
 # What the native kernels promise to work in, beside what grows with the tokens: the rows that all threads have gathered.
 _SCRATCH = 64 << 20
 # With more layers than these the time goes into making weights.
@@ -105,7 +105,7 @@ def plan(
     one = layer_bytes(shape)
     copies = sum(c.copies for c in contenders) + any(c.keeps_dense for c in contenders)
     # The first layer's dense weights stay for checking; a layer being made is there twice.
-    fixed = 2 * one + _call_bytes(shape, M) + extra + _RESERVE
+    fixed = 2 * one + _call_bytes(shape, M) + extra + RESERVE
     wanted = min(_MAX_LAYERS, max(1, math.ceil(2 * cache_bytes / one)))
     affordable = (available - fixed) // max(1, copies * one)
     if affordable < 1:

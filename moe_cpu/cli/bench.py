@@ -11,7 +11,7 @@ from moe_cpu.benchmark.baselines import BASELINES
 from moe_cpu.benchmark.case import DEVICES
 from moe_cpu.benchmark.checkpoint import Checkpoint
 from moe_cpu.benchmark.report import SKIPPED
-from moe_cpu.cli import end_to_end
+from moe_cpu.cli import end_to_end, overheads
 from moe_cpu.cli.options import check_writable, counts, names, with_progress
 from moe_cpu.errors import ArgumentError
 from moe_cpu.models import MODELS, ModelShape, find
@@ -58,6 +58,7 @@ def add_parser(commands: Any) -> None:
         "--routing", metavar="NAME,...", type=names, help=", ".join(r for r in ROUTINGS if r != "router")
     )
     what.add_argument("--device", choices=DEVICES, help="where (default cpu)")
+    overheads.add_argument(what)
     who = parser.add_argument_group("who takes part")
     who.add_argument(
         "--backend",
@@ -94,6 +95,8 @@ def main(options: argparse.Namespace) -> int:
     """Measures, prints the table, writes files."""
     if end_to_end.asked_for(options):
         return end_to_end.main(options)
+    if options.overheads:
+        return overheads.main(options)
     suite, checkpoint = build_suite(options)
     if options.plot:
         plot.pyplot()  # or it is refused before anything is measured

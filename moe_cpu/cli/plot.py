@@ -6,7 +6,9 @@ import argparse
 from typing import Any
 
 from moe_cpu.benchmark.end_to_end.report import KIND, EndToEndReport
+from moe_cpu.benchmark.overheads.report import KIND as OVERHEADS
 from moe_cpu.benchmark.report import Report, read_json
+from moe_cpu.errors import ArgumentError
 
 
 def add_parser(commands: Any) -> None:
@@ -26,7 +28,12 @@ def run(options: argparse.Namespace) -> int:
     from moe_cpu.benchmark import plot
     from moe_cpu.benchmark.end_to_end import plot as end_to_end_plot
 
-    if read_json(options.results).get("kind") == KIND:
+    kind = read_json(options.results).get("kind")
+    if kind == OVERHEADS:
+        raise ArgumentError(
+            f"plot: {options.results} holds overheads, a few numbers of which there is no picture"
+        )
+    if kind == KIND:
         end_to_end_plot.save(EndToEndReport.load(options.results), options.picture)
     else:
         plot.save(Report.load(options.results), options.picture)
