@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ def moe_align_block_size(
     threads = torch.get_num_threads()
     mine = ops.borrow()
     try:
-        needed = lib.moe_align_scratch_bytes(num_experts, threads)
+        needed = _scratch_bytes(num_experts, threads)
         if needed > mine.scratch_bytes:
             mine.grow(needed)
         status = lib.moe_align_block_size(
@@ -43,6 +45,11 @@ def moe_align_block_size(
     finally:
         mine.busy = False
     return sorted_ids, expert_ids, post_pad
+
+
+@functools.lru_cache
+def _scratch_bytes(num_experts: int, threads: int) -> int:
+    return int(native.library().moe_align_scratch_bytes(num_experts, threads))
 
 
 def aligned_length(numel: int, block_size: int, num_experts: int, pad_sorted_ids: bool) -> int:

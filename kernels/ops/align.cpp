@@ -26,16 +26,12 @@ struct alignas(kCacheLine) Found {
   BadId bad;
 };
 
-struct alignas(kCacheLine) Meeting {
-  Barrier barrier;
-};
-
 // Row stride of the counts: slot 0 is "no expert", and rows do not share lines.
 int64_t count_stride(int64_t experts) { return round_up(experts + 1, kLineInts); }
 
 // The pieces of the caller's scratch memory, in the order of moe_align_scratch_bytes.
 struct Scratch {
-  Meeting* meeting;
+  Barrier* barrier;
   Found* found;     // [threads]
   int32_t* counts;  // [threads][count_stride]
   int32_t* totals;  // [experts] ids of each
@@ -43,8 +39,8 @@ struct Scratch {
 
   Scratch(void* memory, int64_t experts, int threads) {
     const uintptr_t begin = round_up(reinterpret_cast<uintptr_t>(memory), kCacheLine);
-    meeting = reinterpret_cast<Meeting*>(begin);
-    found = reinterpret_cast<Found*>(meeting + 1);
+    barrier = reinterpret_cast<Barrier*>(begin);
+    found = reinterpret_cast<Found*>(barrier + 1);
     counts = reinterpret_cast<int32_t*>(found + threads);
     totals = counts + threads * count_stride(experts);
     blocks = totals + count_stride(experts);
@@ -94,14 +90,14 @@ BadId sort_share(const Problem& p, const IdView<Id>& ids, const Scratch& s, int 
   int32_t* const counts = s.counts + rank * stride;
   std::memset(counts, 0, static_cast<size_t>(p.experts + 1) * sizeof *counts);
   s.found[rank].bad = count_ids(ids, own, p.experts, counts);
-  s.meeting->barrier.wait(team);
+  s.barrier->wait(team);
   for (int member = 0; member < team; ++member) {
     if (s.found[member].bad.flat >= 0) return s.found[member].bad;
   }
   const Share experts = share_of(p.experts, rank, team);
   scan_members(s.counts + 1, stride, team, experts, s.totals);
   for (int64_t e = experts.begin; e < experts.end; ++e) s.blocks[e] = static_cast<int32_t>(ceil_div(s.totals[e], p.block_size));
-  s.meeting->barrier.wait(team);
+  s.barrier->wait(team);
   place_blocks(p, s, rank, team, counts + 1);
   scatter_positions(ids, own, counts + 1, p.sorted);
   return {-1, 0};
@@ -109,7 +105,7 @@ BadId sort_share(const Problem& p, const IdView<Id>& ids, const Scratch& s, int 
 
 template <class Id>
 BadId sort_all(const Problem& p, const IdView<Id>& ids, const Scratch& s, int threads) {
-  new (s.meeting) Meeting();
+  new (s.barrier) Barrier();
   BadId bad = {-1, 0};
   parallel(threads, [&](int rank, int team) {
     const BadId mine = sort_share(p, ids, s, rank, team);
@@ -130,7 +126,7 @@ int32_t refuse(int64_t info[4], int32_t status, int64_t first, int64_t second) {
 int64_t moe_align_scratch_bytes(int64_t num_experts, int32_t threads) {
   using namespace moe;
   const int64_t experts = std::min(std::max<int64_t>(num_experts, 0), kLargest), members = std::max(threads, 1);
-  return kCacheLine + sizeof(Meeting) + members * static_cast<int64_t>(sizeof(Found)) +
+  return kCacheLine + sizeof(Barrier) + members * static_cast<int64_t>(sizeof(Found)) +
          (members + 2) * count_stride(experts) * static_cast<int64_t>(sizeof(int32_t));
 }
 

@@ -30,10 +30,11 @@ inline Share share_of(int64_t count, int rank, int team) {
   return {begin, begin + base + (rank < rest ? 1 : 0)};
 }
 
-// A sense-reversing barrier for use inside a team body; the object is shared by the team and starts zeroed.
+// A sense-reversing barrier for use inside a team body; the object is shared by the team and starts zeroed. Those who wait watch another cache line
+// than the one that those who arrive fight for.
 struct Barrier {
-  int arrived = 0;
-  int generation = 0;
+  alignas(64) int arrived = 0;
+  alignas(64) int generation = 0;
   void wait(int team);
 };
 
