@@ -14,7 +14,7 @@ import torch
 from measuring import SHAPE, add_contender, make_quick, suite
 
 from moe_cpu import machine, ops
-from moe_cpu.benchmark import Report, backends, check, inputs, memory, roofline, run, timing
+from moe_cpu.benchmark import Report, backends, check, inputs, memory, roofline, routing, run, timing
 from moe_cpu.benchmark.baselines import BASELINES
 from moe_cpu.benchmark.baselines.torch_loop import TorchLoop
 from moe_cpu.errors import ArgumentError, OutOfMemory
@@ -108,7 +108,7 @@ def test_the_checks_own_formulas(activation):
     shape = ModelShape("", E=5, topk=3, K=72, I=40, activation=activation, has_bias=activation != "silu")
     layer, rng = inputs.random_layer(shape, 1), inputs.generator(2)
     call = inputs.Inputs(
-        inputs.random_tokens(20, 72, rng), *inputs.random_routing(shape, 20, "uniform", rng, 0)
+        inputs.random_tokens(20, 72, rng), *routing.random_routing(shape, 20, "uniform", rng, 0)
     )
     call.topk_ids[3, 1] = -1
     rows = check.sample_tokens(20, rng)
@@ -200,7 +200,7 @@ def test_results_survive_the_file(tmp_path):
         keep=lambda so_far: kept.append(len(so_far.rows)),
     )
     assert kept == [3, 6], "after each point"
-    assert told == ["ceilings", "tiny: weights", "tiny: uniform, M = 1", "tiny: uniform, M = 5"]
+    assert told == ["ceilings", "tiny: weights", "tiny: M = 1", "tiny: M = 5"]
     path = tmp_path / "new folder" / "results.json"
     report.save(path)
     assert Report.load(path) == report
@@ -243,21 +243,6 @@ def test_routed_work_counts_distinct_experts_and_no_skipped_pair():
     assert (
         roofline.routed_work(biased, torch.tensor([[4]])).bytes == elements * 2 + (96 + 64) * 4 + 2 * 64 * 2
     )
-
-
-@pytest.mark.parametrize("routing", ["uniform", "zipf", "single"])
-def test_routing(routing):
-    shape = ModelShape("", E=16, topk=3, K=8, I=8)
-    weights, ids = inputs.random_routing(shape, 400, routing, inputs.generator(1), 7)
-    assert ids.dtype == torch.int32
-    assert all(len(set(row)) == 3 for row in ids.tolist()), "different within a row"
-    assert 0 <= int(ids.min()) <= int(ids.max()) < 16
-    torch.testing.assert_close(weights.sum(1), torch.ones(400))
-    share = ids.flatten().bincount(minlength=16).max() / 400
-    low, high = {"uniform": (0.19, 0.3), "zipf": (0.5, 1), "single": (1, 1)}[routing]
-    assert low <= share <= high
-    again = inputs.random_routing(shape, 400, routing, inputs.generator(1), 7)
-    assert torch.equal(again[1], ids)
 
 
 def test_a_comparison_says_what_the_interval_allows():

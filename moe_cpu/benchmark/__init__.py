@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from moe_cpu.benchmark.case import ROUTINGS, Case, Suite
+from moe_cpu.benchmark.case import Case, Suite
 from moe_cpu.benchmark.report import Report, Row
+from moe_cpu.benchmark.routing import ROUTINGS
 from moe_cpu.benchmark.runner import run
 
 __all__ = ["ROUTINGS", "Case", "Report", "Row", "Suite", "run"]

@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from moe_cpu.benchmark.routing import check_routing
 from moe_cpu.checks import ACTIVATIONS
 from moe_cpu.errors import ArgumentError
 from moe_cpu.models import ModelShape, find
 
-ROUTINGS = ("uniform", "zipf", "single", "router")
 SCHEMES = ("bf16",)
 DEVICES = ("cpu", "cuda")
 _LISTS = ("shapes", "tokens", "contenders", "routings")
@@ -28,8 +28,8 @@ class Case:
         contender: name of a backend or of a baseline; ``native:avx2`` names a backend and an instruction set.
         scheme: how the weights are stored; "bf16".
         threads: OpenMP threads.
-        routing: "uniform" (every expert equally likely), "zipf" (the r-th most popular expert has weight 1/r) "single" (every token takes the
-            same topk experts) or "router" (a checkpoint's own router on random hidden states).
+        routing: "uniform" (every expert equally likely), "zipf" (the r-th most popular expert has weight 1/r), "zipf-1.2" (weight r**-1.2), "single"
+            (every token takes the same topk experts) or "router" (a checkpoint's own router on random hidden states).
         seed: of weights, tokens and routing.
     """
 
@@ -50,7 +50,7 @@ class Suite:
         shapes, tokens, contenders, routings, scheme, seed: see `Case`.
         baseline: the contender that the others are compared with, or "" for no comparison.
         threads: None takes torch's number of threads.
-        seconds: time spent on one point, shared by its contenders.
+        seconds: time spent on one point and routing, shared by its contenders.
         cold: whether weights must come from memory. If not, one layer is used and may stay in the cache: for smoke runs.
         name: for reports.
         device: "cpu", or "cuda" for the current GPU.
@@ -71,8 +71,7 @@ class Suite:
 
     def __post_init__(self) -> None:
         for routing in self.routings:
-            if routing not in ROUTINGS:
-                raise ArgumentError(f"routing: expected one of {', '.join(ROUTINGS)}, got {routing!r}")
+            check_routing(routing)
         if self.device not in DEVICES:
             raise ArgumentError(f"device: expected one of {', '.join(DEVICES)}, got {self.device!r}")
         if self.scheme not in SCHEMES:
@@ -90,7 +89,7 @@ class Suite:
             raise ArgumentError(f"seconds: expected more than 0, got {self.seconds}")
 
     def points(self) -> Iterator[tuple[str, int]]:
-        """Routing and token count of every point of one shape; all contenders meet at each."""
+        """Routing and token count of every point of one shape, for a device that measures one routing at a time."""
         for routing in self.routings:
             for M in self.tokens:
                 yield routing, M

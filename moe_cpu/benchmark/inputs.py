@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moe_cpu.errors import ArgumentError
+from moe_cpu.benchmark.routing import random_routing
 from moe_cpu.models import ModelShape
 
 # Drawing normal numbers is the slowest part of making weights, so a few experts are drawn and the others are these with their rows rotated:
@@ -101,31 +101,3 @@ def copy_layer(layer: DenseLayer, shift: int) -> DenseLayer:
 def random_tokens(M: int, K: int, rng: torch.Generator) -> Tensor:
     """Hidden states `[M, K]` bf16, normal."""
     return torch.randn((M, K), generator=rng, device=rng.device).to(torch.bfloat16)
-
-
-def random_routing(
-    shape: ModelShape, M: int, routing: str, rng: torch.Generator, popularity_seed: int
-) -> tuple[Tensor, Tensor]:
-    """Router weights `[M, topk]` float32 that sum to one and ids `[M, topk]` int32, different within a row.
-
-    Experts are drawn without replacement by adding Gumbel noise to the logarithm of their popularity and taking the topk largest
-    (Source: Kool, van Hoof, Welling 2019, "Stochastic beams and where to find them"). Which experts are popular depends on
-    `popularity_seed` alone, so all calls of one case agree about it.
-
-    Raises:
-        ArgumentError: "router", which only a checkpoint has.
-    """
-    if routing == "router":
-        raise ArgumentError(
-            "routing: 'router' runs the router of a checkpoint, and none was given; take uniform, zipf or single"
-        )
-    E, topk = shape.E, shape.topk
-    logits = torch.zeros(E, device=rng.device)
-    if routing == "zipf":
-        order = torch.randperm(E, generator=generator(popularity_seed)).to(rng.device)
-        logits[order] = -torch.arange(1, E + 1, dtype=torch.float32, device=rng.device).log()
-    noise = -torch.empty((M, E), device=rng.device).exponential_(generator=rng).log_()
-    if routing == "single":
-        noise = noise[:1].expand(M, E)
-    scores, ids = (logits + noise).topk(topk, dim=-1)
-    return scores.softmax(dim=-1).contiguous(), ids.to(torch.int32).contiguous()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from moe_cpu.benchmark.report import OK, Report, Row
+from moe_cpu.benchmark.report import OK, Report, Row, grouped
 from moe_cpu.errors import ArgumentError
 
 _MARKERS = "osD^vPX*<>"
@@ -26,9 +24,7 @@ def save(report: Report, path: str | Path) -> None:
     rows = [row for row in report.rows if row.status == OK and row.times is not None]
     if not rows:
         raise ArgumentError("plot: the report has no measured case")
-    groups = [
-        (key, list(group)) for key, group in groupby(rows, key=lambda r: (r.case.shape, r.case.routing))
-    ]
+    groups = grouped(rows, lambda r: (r.case.shape, r.case.routing))
     names = list(dict.fromkeys(row.case.contender for row in rows))
     style = {
         name: {"color": f"C{i % 10}", "marker": _MARKERS[i % len(_MARKERS)]} for i, name in enumerate(names)
@@ -37,7 +33,7 @@ def save(report: Report, path: str | Path) -> None:
     figure, axes = plt.subplots(
         len(groups), 2, figsize=(2 * width, len(groups) * height + 0.4), squeeze=False, layout="constrained"
     )
-    for (left, right), ((shape, routing), group) in zip(axes, groups, strict=True):
+    for (left, right), ((shape, routing), group) in zip(axes, groups.items(), strict=True):
         title = f"{shape.name} (E={shape.E}, topk={shape.topk}, K={shape.K}, I={shape.I}), {routing}"
         _roofline(left, report, group, style)
         left.set_title(title, fontsize=9)
@@ -70,11 +66,8 @@ def pyplot() -> Any:
     return matplotlib.pyplot
 
 
-def _by_contender(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    out: dict[str, list[Row]] = {}
-    for row in rows:
-        out.setdefault(row.case.contender, []).append(row)
-    return out
+def _by_contender(rows: list[Row]) -> dict[str, list[Row]]:
+    return grouped(rows, lambda r: r.case.contender)
 
 
 def _roofline(axes: Any, report: Report, rows: list[Row], style: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Measures all contenders at one shape, routing and number of tokens: check, then time."""
+"""Measures all contenders and routings at one shape and number of tokens: check, then time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from moe_cpu.benchmark import check, roofline, timing
 from moe_cpu.benchmark.case import Case, Suite
 from moe_cpu.benchmark.contender import Contender
 from moe_cpu.benchmark.inputs import DenseLayer, Inputs, Source, generator
-from moe_cpu.benchmark.report import FAILED, OK, SKIPPED, WRONG, Row
+from moe_cpu.benchmark.report import FAILED, OK, SKIPPED, WRONG, Row, Skew
 from moe_cpu.models import ModelShape
 
 
@@ -42,35 +42,42 @@ class Weights:
     layers: int
 
 
-def measure(session: Session, weights: Weights, shape: ModelShape, routing: str, M: int) -> list[Row]:
-    """One row for each contender, in the suite's order. A wrong answer, an exception or a refusal gets a reason and no time."""
-    return _Point(session, weights, shape, routing, M).rows()
+def measure(session: Session, weights: Weights, shape: ModelShape, M: int) -> list[Row]:
+    """One row for each routing and contender, in the suite's order. A wrong answer, an exception or a refusal gets a reason and no time."""
+    return _Point(session, weights, shape, M).measured()
 
 
-@dataclass
-class _Point:
-    session: Session
-    weights: Weights
-    shape: ModelShape
+class _Key(NamedTuple):
+    """Whose calls, and with which routing: all of a point take turns."""
+
     routing: str
-    M: int
+    contender: str
 
-    def __post_init__(self) -> None:
-        self.rng: torch.Generator = generator(self.session.suite.seed * 1_000_003 + self.M)
 
-    def rows(self) -> list[Row]:
-        contenders = self.session.contenders
-        rows = {c.name: self._row(c) for c in contenders}
-        self._check([c for c in contenders if rows[c.name].status == OK], rows)
-        fit = {c.name: c for c in contenders if rows[c.name].status == OK}
-        if fit:
-            self._time(fit, rows)
-        return list(rows.values())
+class _Point:
+    def __init__(self, session: Session, weights: Weights, shape: ModelShape, M: int) -> None:
+        self.session, self.weights, self.shape, self.M = session, weights, shape, M
+        self.suite = session.suite
+        self.rng: torch.Generator = generator(self.suite.seed * 1_000_003 + M)
+        self.contenders = {c.name: c for c in session.contenders}
+        self.rows = {
+            _Key(routing, c.name): self._row(routing, c)
+            for routing in self.suite.routings
+            for c in session.contenders
+        }
 
-    def _row(self, contender: Contender) -> Row:
-        suite = self.session.suite
+    def measured(self) -> list[Row]:
+        for routing in self.suite.routings:
+            self._check(routing)
+        keys = [key for key, row in self.rows.items() if row.status == OK]
+        if keys:
+            self._time(keys)
+        return list(self.rows.values())
+
+    def _row(self, routing: str, contender: Contender) -> Row:
+        suite = self.suite
         case = Case(
-            self.shape, self.M, contender.name, suite.scheme, self.session.threads, self.routing, suite.seed
+            self.shape, self.M, contender.name, suite.scheme, self.session.threads, routing, suite.seed
         )
         reason = contender.why_not(self.shape)
         if reason is None and contender.max_tokens is not None and self.M > contender.max_tokens:
@@ -85,17 +92,17 @@ class _Point:
             row.status, row.reason = FAILED, self.weights.failures[contender.name]
         return row
 
-    def _new_inputs(self) -> Inputs:
-        return self.session.source.make_inputs(
-            self.shape, self.M, self.routing, self.rng, self.session.suite.seed
-        )
+    def _new_inputs(self, routing: str) -> Inputs:
+        return self.session.source.make_inputs(self.shape, self.M, routing, self.rng, self.suite.seed)
 
-    def _check(self, contenders: list[Contender], rows: dict[str, Row]) -> None:
-        inputs = self._new_inputs()
+    def _check(self, routing: str) -> None:
+        inputs = self._new_inputs(routing)
         sample = check.sample_tokens(self.M, self.rng)
         want = check.expected(self.weights.first, inputs, self.shape, sample)
-        for contender in contenders:
-            row = rows[contender.name]
+        for contender in self.session.contenders:
+            row = self.rows[_Key(routing, contender.name)]
+            if row.status != OK:
+                continue
             # A competitor may write into its inputs, which must not become the next one's problem.
             own = Inputs(*(t.clone() for t in inputs))
             prepared = self.weights.prepared[contender.name][0]
@@ -113,43 +120,56 @@ class _Point:
                     row.scratch = contender.scratch_bytes(prepared, own, self.shape)
             time.sleep(contender.settle)
 
-    def _time(self, contenders: dict[str, Contender], rows: dict[str, Row]) -> None:
-        session, layers = self.session, self.weights.layers
-        works: list[roofline.Work] = []
-        states = {name: contextlib.ExitStack() for name in contenders}
+    def _time(self, keys: list[_Key]) -> None:
+        session, layers, routings = self.session, self.weights.layers, self.suite.routings
+        works: dict[str, list[roofline.Work]] = {routing: [] for routing in routings}
+        states = {name: contextlib.ExitStack() for name in self.contenders}
 
-        def new_inputs() -> Inputs:
-            inputs = self._new_inputs()
-            works.append(roofline.routed_work(self.shape, inputs.topk_ids))
-            return inputs
+        def new_inputs() -> dict[str, Inputs]:
+            drawn = {routing: self._new_inputs(routing) for routing in routings}
+            for routing, inputs in drawn.items():
+                works[routing].append(roofline.routed_work(self.shape, inputs.topk_ids))
+            return drawn
 
         # A call finds in the cache what was read since the last call on its layer. Where that is too little to have replaced the layer's own
         # weights, the cache is emptied before each call.
-        between = layers * roofline.routed_work(self.shape, self._new_inputs().topk_ids).bytes
-        evicts = between < 2 * session.cache
+        new_inputs()
+        evicts = layers * min(read[0].bytes for read in works.values()) < 2 * session.cache
 
-        def before(name: str) -> None:
+        def before(key: _Key) -> None:
             if evicts:
                 session.evict()
-            states[name].enter_context(contenders[name].active())
+            states[key.contender].enter_context(self.contenders[key.contender].active())
 
-        def after(name: str) -> None:
-            states[name].close()
-            if contenders[name].settle:
-                time.sleep(contenders[name].settle)
+        def after(key: _Key) -> None:
+            states[key.contender].close()
+            if self.contenders[key.contender].settle:
+                time.sleep(self.contenders[key.contender].settle)
 
-        def call(name: str) -> Callable[[Any, int], Any]:
-            run, prepared = contenders[name].run, self.weights.prepared[name]
-            return lambda inputs, number: run(prepared[number % layers], inputs, self.shape)
+        def call(key: _Key) -> Callable[[Any, int], Any]:
+            run, prepared = self.contenders[key.contender].run, self.weights.prepared[key.contender]
+            turn = routings.index(key.routing)
+            return lambda drawn, number: run(
+                prepared[(number * len(routings) + turn) % layers], drawn[key.routing], self.shape
+            )
 
-        calls = {name: call(name) for name in contenders}
-        taken = timing.interleave(calls, new_inputs, session.suite.seconds, before, after)
-        work = roofline.median_work(works[1:])  # the first round was not timed
-        baseline = session.suite.baseline
-        for name, seconds in taken.items():
-            row = rows[name]
-            row.times, row.work, row.layers, row.evicted = timing.summarise(seconds), work, layers, evicts
+        calls = {key: call(key) for key in keys}
+        taken = timing.interleave(calls, new_inputs, self.suite.seconds * len(routings), before, after)
+        for key in keys:
+            row = self.rows[key]
+            # Neither the draw above nor the first round was timed.
+            row.times, row.work = timing.summarise(taken[key]), roofline.median_work(works[key.routing][2:])
+            row.layers, row.evicted = layers, evicts
             if session.ceilings is not None:
-                row.limit, row.binding = session.ceilings.limit(work, row.isa)
-            if baseline in taken and name != baseline:
-                row.comparison = timing.compare(seconds, taken[baseline])
+                row.limit, row.binding = session.ceilings.limit(row.work, row.isa)
+        for key in keys:
+            self._compare(key, taken)
+
+    def _compare(self, key: _Key, taken: dict[_Key, list[float]]) -> None:
+        row, baseline = self.rows[key], _Key(key.routing, self.suite.baseline)
+        if baseline in taken and key != baseline:
+            row.comparison = timing.compare(taken[key], taken[baseline])
+        uniform = _Key("uniform", key.contender)
+        limit = self.rows[uniform].limit if uniform in taken and key != uniform else None
+        if row.limit is not None and limit is not None:
+            row.skew = Skew(timing.compare(taken[uniform], taken[key]), row.limit / limit)

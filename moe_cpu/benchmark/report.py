@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from moe_cpu.benchmark.case import Case
 from moe_cpu.benchmark.memory import scratch_bound
@@ -15,10 +16,30 @@ from moe_cpu.benchmark.timing import Comparison, Times
 from moe_cpu.errors import ArgumentError
 from moe_cpu.models import ModelShape
 
+K = TypeVar("K", bound=Hashable)
+
 # Raised when the meaning of a field changes.
 SCHEMA = 1
 
 OK, SKIPPED, WRONG, FAILED = "ok", "skipped", "wrong", "failed"
+
+
+@dataclass(frozen=True)
+class Skew:
+    """A routing beside the uniform one, of the same contender on as many tokens, in the same rounds.
+
+    Attributes:
+        time: how many times as long a call takes.
+        limit: how many times as long the least time is; what the ceilings predict for `time`.
+    """
+
+    time: Comparison
+    limit: float
+
+    @property
+    def excess(self) -> float:
+        """What a call takes beyond the prediction, as a share of it."""
+        return self.time.ratio / self.limit - 1
 
 
 @dataclass
@@ -37,6 +58,7 @@ class Row:
         limit: least seconds under the ceilings; None without ceilings.
         binding: "compute" or "memory".
         comparison: with the suite's baseline.
+        skew: beside uniform routing; None for that itself, without it, or without ceilings.
         layers: layers of weights that calls took turns on.
         evicted: whether the cache was emptied before each call, because the layers alone would not have done it.
         scratch: bytes that a call works in beside arguments and result; None where the contender does not say.
@@ -53,6 +75,7 @@ class Row:
     limit: float | None = None
     binding: str | None = None
     comparison: Comparison | None = None
+    skew: Skew | None = None
     layers: int = 0
     evicted: bool = False
     scratch: int | None = None
@@ -161,4 +184,14 @@ def _row(data: dict[str, Any]) -> Row:
         name: None if data[name] is None else kind(**data[name])
         for name, kind in (("times", Times), ("work", Work), ("comparison", Comparison))
     }
+    if data.get("skew") is not None:
+        parts["skew"] = Skew(Comparison(**data["skew"]["time"]), data["skew"]["limit"])
     return Row(**{**data, **parts, "case": Case(**case)})
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], K]) -> dict[K, list[Row]]:
+    """Rows by key, both in the order in which they come."""
+    out: dict[K, list[Row]] = {}
+    for row in rows:
+        out.setdefault(key(row), []).append(row)
+    return out

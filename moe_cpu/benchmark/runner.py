@@ -62,13 +62,18 @@ def run(
             tell(f"{shape.name}: weights")
             report.notes.extend(plans[shape].notes(shape, cache))
             weights = _make_weights(source, shape, suite.seed, runnable[shape], plans[shape].layers)
-            for routing, M in suite.points():
-                tell(f"{shape.name}: {routing}, M = {M}")
-                report.rows.extend(measure(session, weights, shape, routing, M))
+            for M in suite.tokens:
+                tell(f"{shape.name}: M = {M}")
+                report.rows.extend(measure(session, weights, shape, M))
                 if keep is not None:
                     keep(report)
             del weights  # before the next shape's are made
     return report
+
+
+def steps(suite: Suite) -> int:
+    """How many steps `run` tells of."""
+    return 1 + len(suite.shapes) * (1 + len(suite.tokens))
 
 
 @contextlib.contextmanager

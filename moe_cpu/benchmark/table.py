@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 from typing import Any
 
-from moe_cpu.benchmark.report import OK, Report, Row
+from moe_cpu.benchmark.report import OK, Report, Row, grouped
 from moe_cpu.benchmark.timing import Comparison
 
 _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
@@ -24,6 +23,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("% of limit", lambda r: "-" if r.efficiency is None else f"{100 * r.efficiency:.0f} ({r.binding})"),
     ("tokens/s", lambda r: "-" if r.tokens_per_second is None else f"{r.tokens_per_second:,.0f}"),
     ("against baseline", lambda r: comparison(r.comparison)),
+    ("beside uniform", lambda r: _skew(r)),
     ("scratch MiB", lambda r: _scratch(r)),
 )
 
@@ -40,6 +40,12 @@ def _number(value: float | None, unit: float) -> str:
 def comparison(c: Comparison | None) -> str:
     """`1.50x [1.45, 1.56] better`."""
     return "-" if c is None else f"{c.ratio:.2f}x [{c.low:.2f}, {c.high:.2f}] {c.verdict}"
+
+
+def _skew(row: Row) -> str:
+    """`0.310x, limit 0.290x: +7 %`."""
+    s = row.skew
+    return "-" if s is None else f"{s.time.ratio:.3g}x, limit {s.limit:.3g}x: {100 * s.excess:+.0f} %"
 
 
 def _scratch(row: Row) -> str:
@@ -69,8 +75,7 @@ def lines(report: Report) -> Iterator[str]:
         )
         how = "a product by torch" if e.get("gpu") else "operands in registers"
         yield f"ceilings: {peaks} ({how}), memory {report.ceilings.read / 1e9:.3g} GB/s"
-    for (shape, routing), group in groupby(report.rows, key=lambda r: (r.case.shape, r.case.routing)):
-        rows = list(group)
+    for (shape, routing), rows in grouped(report.rows, lambda r: (r.case.shape, r.case.routing)).items():
         yield ""
         bias = ", biases" if shape.has_bias else ""
         yield f"{shape.name}: E={shape.E} topk={shape.topk} K={shape.K} I={shape.I}, {shape.activation}{bias}, {routing} routing"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+Key = TypeVar("Key", bound=Hashable)
 
 MIN_CALLS, MAX_CALLS = 5, 200
 
@@ -80,12 +82,12 @@ class CacheEvictor:
 
 
 def interleave(
-    calls: dict[str, Callable[[Any, int], Any]],
+    calls: dict[Key, Callable[[Any, int], Any]],
     new_inputs: Callable[[], Any],
     seconds: float,
-    before: Callable[[str], None],
-    after: Callable[[str], None],
-) -> dict[str, list[float]]:
+    before: Callable[[Key], None],
+    after: Callable[[Key], None],
+) -> dict[Key, list[float]]:
     """Times every contender on the same inputs, one after the other, until the time is used up.
 
     Args:
@@ -98,7 +100,7 @@ def interleave(
     to round. One round more is made at the beginning and not counted: threads wake up and scratch memory is got.
     """
     names = list(calls)
-    taken: dict[str, list[float]] = {name: [] for name in names}
+    taken: dict[Key, list[float]] = {name: [] for name in names}
     end = math.inf
     for number in range(MAX_CALLS + 1):
         if number == 1:

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from moe_cpu.benchmark import ROUTINGS, Suite, cuda, plot, run, table
+from moe_cpu.benchmark import ROUTINGS, Suite, cuda, plot, run, runner, table
 from moe_cpu.benchmark.baselines import BASELINES
 from moe_cpu.benchmark.case import DEVICES
 from moe_cpu.benchmark.checkpoint import Checkpoint
@@ -55,7 +55,10 @@ def add_parser(commands: Any) -> None:
     what.add_argument("--layer", metavar="L", type=int, default=0, help="layer of the checkpoint (default 0)")
     what.add_argument("--tokens", metavar="M,...", type=counts, help="tokens in a call")
     what.add_argument(
-        "--routing", metavar="NAME,...", type=names, help=", ".join(r for r in ROUTINGS if r != "router")
+        "--routing",
+        metavar="NAME,...",
+        type=names,
+        help=", ".join(r for r in ROUTINGS if r != "router") + ", zipf-EXPONENT",
     )
     what.add_argument("--device", choices=DEVICES, help="where (default cpu)")
     overheads.add_argument(what)
@@ -102,12 +105,14 @@ def main(options: argparse.Namespace) -> int:
         plot.pyplot()  # or it is refused before anything is measured
     for file in filter(None, (options.json, options.plot)):
         check_writable(file)
-    steps = 1 + len(suite.shapes) * (1 + len(list(suite.points())))
     keep = (lambda report: report.save(options.json)) if options.json else None
     if suite.device == "cuda":
+        steps = 1 + len(suite.shapes) * (1 + len(list(suite.points())))
         report = with_progress(lambda tell: cuda.run(suite, progress=tell, keep=keep), steps)
     else:
-        report = with_progress(lambda tell: run(suite, source=checkpoint, progress=tell, keep=keep), steps)
+        report = with_progress(
+            lambda tell: run(suite, source=checkpoint, progress=tell, keep=keep), runner.steps(suite)
+        )
     for line in table.lines(report):
         print(line)
     if options.plot:

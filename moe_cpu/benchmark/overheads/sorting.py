@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from moe_cpu import moe_align_block_size
-from moe_cpu.benchmark.inputs import generator, random_routing
+from moe_cpu.benchmark.inputs import generator
 from moe_cpu.benchmark.overheads.report import Cost, costs
+from moe_cpu.benchmark.routing import random_routing
 from moe_cpu.benchmark.timing import interleave
 from moe_cpu.models import ModelShape
 
