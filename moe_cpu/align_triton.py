@@ -1,9 +1,9 @@
 """`moe_align_block_size` on the GPU: a stable counting sort without a synchronisation.
 
 Few ids: one kernel, a program for each expert, which counts all ids itself and so needs to hear nothing from the others.
-Many ids: three kernels. Each part of the ids is counted; each expert's program adds up where its run starts and where each part's share of the run does;
-then a program for each piece of a part writes its ids, placed by their rank among equal ids of the part: a histogram of the pieces before, and comparisons
-within the piece. No rank comes from an atomic, so the order is stable.
+Many ids: two kernels, a program for each part of the ids. The first counts its part and pads a share of the result; the second adds up the counts of all parts,
+which the L2 cache holds, and so knows where every expert's run starts and where its part's share of the run does. It puts its ids in order by sorting small
+chunks of (expert, position), all different, so the order is stable; no rank comes from an atomic.
 
 The host cannot see an id without waiting for the GPU, so an id out of range is left out like -1.
 """
@@ -19,10 +19,14 @@ from torch import Tensor
 
 from moe_cpu.triton_program import Launcher, Program, program
 
-# Ids compared with each other at a time, and ids that one program counts at a time.
-_STEP, _PART = 64, 1024
-# Ids up to which every expert's program may count them all: four parts, some microseconds.
-_ONE_KERNEL = 4096
+# Ids up to which every expert's program may count them all, at most this many at a time.
+_ONE_KERNEL, _SLICE = 4096, 1024
+# Above: programs at most, one for each multiprocessor of a large GPU. Each of them reads the counts of all.
+_PARTS = 128
+# Ids that a program sorts at a time, and its warps: small chunks until there are programs enough.
+_SMALL, _LARGE = (256, 4), (1024, 8)
+# Counts that a program adds up at a time: 32 for each thread.
+_COUNTS = 8192
 
 
 @triton.jit
@@ -34,6 +38,14 @@ def _load(ids_ptr, map_ptr, position, numel, num_ids, E, MAPPED: tl.constexpr):
         id = tl.load(map_ptr + id, mask=known, other=-1)
         known = (id >= 0) & (id < E)
     return tl.where(known, id, E).to(tl.int32)
+
+
+@triton.jit
+def _histogram(id, E, EXPERTS: tl.constexpr):
+    """How often each expert occurs; what is left out is counted with expert 0 and taken off, so that 2^n experts need no entry more than 2^n."""
+    out = id >= E
+    counts = tl.histogram(tl.where(out, 0, id), EXPERTS)
+    return counts - tl.where(tl.arange(0, EXPERTS) == 0, tl.sum(out.to(tl.int32), 0), 0)
 
 
 @triton.jit
@@ -73,78 +85,79 @@ def _finish(
 @triton.jit(do_not_specialize=["numel", "num_ids", "E", "length", "num_blocks"])
 def _align_in_one(
     ids_ptr, map_ptr, names_ptr, sorted_ptr, experts_ptr, used_ptr, numel, num_ids, length, num_blocks, size, E,
-    MAPPED: tl.constexpr, NAMED: tl.constexpr, EXPERTS: tl.constexpr, PART: tl.constexpr,
+    MAPPED: tl.constexpr, NAMED: tl.constexpr, EXPERTS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
-    which = tl.arange(0, EXPERTS)
     counts = tl.zeros((EXPERTS,), dtype=tl.int32)
-    for at in range(0, numel, PART):
-        id = _load(ids_ptr, map_ptr, at + tl.arange(0, PART), numel, num_ids, E, MAPPED)
-        counts += tl.histogram(id, EXPERTS)
-    counts = tl.where(which < E, counts, 0)
+    for at in range(0, numel, SLICE):
+        id = _load(ids_ptr, map_ptr, at + tl.arange(0, SLICE), numel, num_ids, E, MAPPED)
+        counts += _histogram(id, E, EXPERTS)
     place = _finish(
         expert, counts, sorted_ptr, experts_ptr, used_ptr, names_ptr, numel, length, num_blocks, size, E, NAMED, EXPERTS
     )  # fmt: skip
-    for at in range(0, numel, PART):
-        position = at + tl.arange(0, PART)
+    for at in range(0, numel, SLICE):
+        position = at + tl.arange(0, SLICE)
         mine = (_load(ids_ptr, map_ptr, position, numel, num_ids, E, MAPPED) == expert).to(tl.int32)
         tl.store(sorted_ptr + place + tl.cumsum(mine, 0) - 1, position, mask=mine > 0)
         place += tl.sum(mine, 0)
 
 
-@triton.jit(do_not_specialize=["numel", "num_ids", "E"])
+@triton.jit(do_not_specialize=["numel", "num_ids", "E", "chunks", "length", "share"])
 def _count(
-    ids_ptr, map_ptr, counts_ptr, numel, num_ids, E,
-    MAPPED: tl.constexpr, PART: tl.constexpr, EXPERTS: tl.constexpr,
+    ids_ptr, map_ptr, counts_ptr, sorted_ptr, numel, num_ids, E, chunks, length, share,
+    MAPPED: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """counts[part, e]."""
+    """counts[part, e]; `share` entries of the sorted ids become padding."""
     part = tl.program_id(0)
-    id = _load(ids_ptr, map_ptr, part * PART + tl.arange(0, PART), numel, num_ids, E, MAPPED)
-    tl.store(counts_ptr + part * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(id, EXPERTS))
-
-
-@triton.jit(do_not_specialize=["parts", "numel", "length", "num_blocks", "E"])
-def _offsets(
-    counts_ptr, offsets_ptr, names_ptr, sorted_ptr, experts_ptr, used_ptr, parts, numel, length, num_blocks, size, E,
-    NAMED: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """offsets[part, e] = where the ids of expert e that lie in that part start."""
-    expert = tl.program_id(0)
-    which = tl.arange(0, EXPERTS)
+    _fill(sorted_ptr, part * share, tl.minimum((part + 1) * share, length), numel, 1024)
     counts = tl.zeros((EXPERTS,), dtype=tl.int32)
-    for first in range(0, parts, ROWS):
-        part = first + tl.arange(0, ROWS)
-        mask = (part < parts)[:, None] & (which < E)[None, :]
-        counts += tl.sum(
-            tl.load(counts_ptr + part[:, None] * EXPERTS + which[None, :], mask=mask, other=0), 0
-        )
-    place = _finish(
-        expert, counts, sorted_ptr, experts_ptr, used_ptr, names_ptr, numel, length, num_blocks, size, E, NAMED, EXPERTS
-    )  # fmt: skip
-    for first in range(0, parts, STEP):
-        part = first + tl.arange(0, STEP)
-        mine = tl.load(counts_ptr + part * EXPERTS + expert, mask=part < parts, other=0)
-        tl.store(offsets_ptr + part * EXPERTS + expert, place + tl.cumsum(mine, 0) - mine, mask=part < parts)
-        place += tl.sum(mine, 0)
+    for chunk in range(chunks):
+        position = (part * chunks + chunk) * CHUNK + tl.arange(0, CHUNK)
+        counts += _histogram(_load(ids_ptr, map_ptr, position, numel, num_ids, E, MAPPED), E, EXPERTS)
+    tl.store(counts_ptr + part * EXPERTS + tl.arange(0, EXPERTS), counts)
 
 
-@triton.jit(do_not_specialize=["numel", "num_ids", "E"])
-def _scatter(
-    ids_ptr, map_ptr, offsets_ptr, sorted_ptr, numel, num_ids, E,
-    MAPPED: tl.constexpr, PART: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr,
+@triton.jit(do_not_specialize=["parts", "numel", "num_ids", "E", "chunks", "num_blocks", "share"])
+def _place(
+    ids_ptr, map_ptr, names_ptr, counts_ptr, sorted_ptr, experts_ptr, used_ptr,
+    parts, numel, num_ids, E, chunks, num_blocks, share, size,
+    MAPPED: tl.constexpr, NAMED: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (part, step): writes STEP ids of a part, each at its part's offset plus the number of equal ids before it."""
-    part, step = tl.program_id(0), tl.program_id(1)
-    lane = tl.arange(0, STEP)
-    start = part * PART
-    first = start + step * STEP
-    id = _load(ids_ptr, map_ptr, first + lane, numel, num_ids, E, MAPPED)
-    before = _load(ids_ptr, map_ptr, start + tl.arange(0, PART), tl.minimum(first, numel), num_ids, E, MAPPED)
-    rank = tl.gather(tl.histogram(before, EXPERTS), id, 0)
-    same = (id[None, :] == id[:, None]) & (lane[None, :] < lane[:, None])
-    rank += tl.sum(same.to(tl.int32), 1)
-    offset = tl.load(offsets_ptr + part * EXPERTS + id, mask=id < E, other=0)
-    tl.store(sorted_ptr + offset + rank, first + lane, mask=id < E)
+    """Writes a part's ids where they belong, and the experts of `share` blocks."""
+    part = tl.program_id(0)
+    which = tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS,), dtype=tl.int32)
+    before = tl.zeros((EXPERTS,), dtype=tl.int32)
+    for first in range(0, parts, ROWS):
+        row = (first + tl.arange(0, ROWS))[:, None]
+        counts = tl.load(counts_ptr + row * EXPERTS + which[None, :], mask=row < parts, other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where(row < part, counts, 0), 0)
+    padded = (total + size - 1) // size * size
+    end = tl.cumsum(padded, 0)
+    tl.store(used_ptr, tl.sum(padded, 0), mask=part == 0)
+    rest_name = tl.load(names_ptr).to(tl.int32) if NAMED else 0
+    until = tl.minimum((part + 1) * share, num_blocks)
+    for at in range(part * share, until, BLOCKS):
+        block = at + tl.arange(0, BLOCKS)
+        # Every run that ends at or before a block belongs to an expert before the block's own.
+        ended = (end[None, :] <= (block * size)[:, None]) & (which < E)[None, :]
+        name = tl.sum(ended.to(tl.int32), 1)
+        used = name < E
+        if NAMED:
+            name = tl.load(names_ptr + name, mask=used, other=0).to(tl.int32)
+        tl.store(experts_ptr + block, tl.where(used, name, rest_name), mask=block < until)
+    place = end - padded + before
+    lane = tl.arange(0, CHUNK)
+    for chunk in range(chunks):
+        start = (part * chunks + chunk) * CHUNK
+        key = tl.sort(_load(ids_ptr, map_ptr, start + lane, numel, num_ids, E, MAPPED) * CHUNK + lane)
+        id = key // CHUNK
+        counts = _histogram(id, E, EXPERTS)
+        # From an id's place in the sorted chunk to its place in the result.
+        shift = tl.gather(place - (tl.cumsum(counts, 0) - counts), tl.minimum(id, E - 1), 0)
+        tl.store(sorted_ptr + lane + shift, start + key % CHUNK, mask=id < E)
+        place += counts
 
 
 class Sort:
@@ -156,38 +169,53 @@ class Sort:
         num_ids: an id outside [0, num_ids) is left out.
         ids, map, names: dtypes; None where there is no map or are no names.
     Attributes:
-        scratch: int32 elements of each of two pieces of scratch memory.
+        scratch: int32 elements of scratch memory.
     """
 
     def __init__(
         self, device: int, numel: int, block_size: int, num_experts: int, num_ids: int, length: int, blocks: int,
         ids: torch.dtype, map: torch.dtype | None, names: torch.dtype | None,
     ) -> None:  # fmt: skip
-        width = triton.next_power_of_2(num_experts + 1)  # one entry at least for what is left out
-        self.parts = 0 if numel <= _ONE_KERNEL else triton.cdiv(numel, _PART)
-        self.scratch = self.parts * width
-        self.sizes = (numel, num_ids, num_experts)
-        self.bounds = (numel, length, blocks, block_size, num_experts)
-        self.in_one = (numel, num_ids, length, blocks, block_size, num_experts)
-        self.grid = (num_experts, 1, 1)
-        mapped, named = ("MAPPED", map is not None), ("NAMED", names is not None)
-        experts, part, step = ("EXPERTS", width), ("PART", _PART), ("STEP", _STEP)
-        if self.parts == 0:
-            kinds = (ids, map, names, block_size)
+        width = triton.next_power_of_2(num_experts)
+        mapped, named, experts = ("MAPPED", map is not None), ("NAMED", names is not None), ("EXPERTS", width)
+        if numel <= _ONE_KERNEL:
+            self.scratch = 0
+            self.grid = (num_experts, 1, 1)
+            self.numbers: tuple[int, ...] = (numel, num_ids, length, blocks, block_size, num_experts)
+            piece = ("SLICE", max(128, min(_SLICE, triton.next_power_of_2(numel))))
             self.programs: tuple[Program, ...] = (
-                program(_align_in_one, device, kinds, (mapped, named, experts, part)),
+                program(
+                    _align_in_one, device, (ids, map, names, block_size), (mapped, named, experts, piece)
+                ),
             )
             return
-        rows = ("ROWS", max(1, 8192 // width))
-        self.programs = (
-            program(_count, device, (ids, map), (mapped, part, experts)),
-            program(_offsets, device, (names, block_size), (named, experts, rows, step)),
-            program(_scatter, device, (ids, map), (mapped, part, experts, step)),
+        size, warps = _SMALL if numel <= _SMALL[0] * _PARTS else _LARGE
+        chunks = triton.cdiv(numel, size * _PARTS)
+        parts = triton.cdiv(numel, size * chunks)
+        self.scratch = parts * width
+        self.grid = (parts, 1, 1)
+        self.counted = (numel, num_ids, num_experts, chunks, length, triton.cdiv(length, parts))
+        self.numbers = (
+            parts,
+            numel,
+            num_ids,
+            num_experts,
+            chunks,
+            blocks,
+            triton.cdiv(blocks, parts),
+            block_size,
         )
+        chunk, rows = ("CHUNK", size), ("ROWS", max(1, _COUNTS * warps // 8 // width))
+        self.programs = (
+            program(_count, device, (ids, map), (mapped, experts, chunk), warps),
+            program(
+                _place, device, (ids, map, names, block_size), (mapped, named, experts, chunk, rows, ("BLOCKS", 32)), warps
+            ),
+        )  # fmt: skip
 
     def __call__(
         self, launch: Launcher, ids: object, map: object, names: object, sorted_ids: object, expert_ids: object, used: object,
-        counts: object, offsets: object,
+        counts: object,
     ) -> None:  # fmt: skip
         """Writes the three results of `moe_cpu.align.moe_align_block_size` to given memory, whose content before does not matter.
 
@@ -196,18 +224,14 @@ class Sort:
             ids: contiguous.
             map: `[num_ids]`, id -> expert, before sorting; what it maps outside [0, num_experts) is left out. None: an id is its expert.
             names: `[num_experts]`, what a block's entry of `expert_ids` says for an expert. None: the expert itself.
-            counts, offsets: scratch memory.
+            counts: scratch memory.
         """
-        if self.parts == 0:
-            (one,) = self.programs
-            launch(one, self.grid, ids, map, names, sorted_ids, expert_ids, used, *self.in_one)
+        if self.scratch == 0:
+            launch(self.programs[0], self.grid, ids, map, names, sorted_ids, expert_ids, used, *self.numbers)
             return
-        count, offset, scatter = self.programs
-        launch(count, (self.parts, 1, 1), ids, map, counts, *self.sizes)
-        launch(
-            offset, self.grid, counts, offsets, names, sorted_ids, expert_ids, used, self.parts, *self.bounds
-        )
-        launch(scatter, (self.parts, _PART // _STEP, 1), ids, map, offsets, sorted_ids, *self.sizes)
+        count, place = self.programs
+        launch(count, self.grid, ids, map, counts, sorted_ids, *self.counted)
+        launch(place, self.grid, ids, map, names, counts, sorted_ids, expert_ids, used, *self.numbers)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -229,7 +253,7 @@ def align(
         device, ids.numel(), block_size, num_experts, num_experts, length, blocks, ids.dtype, None,
         None if expert_map is None else expert_map.dtype,
     )  # fmt: skip
-    sizes = (length, blocks, 1, sort.scratch, sort.scratch)
+    sizes = (length, blocks, 1, sort.scratch)
     results = [torch.empty(n, dtype=torch.int32, device=ids.device) for n in sizes]
     launch = Launcher(device, sort.programs, (ids, expert_map, *results))
     at, names, *pointers = launch.pointers

@@ -122,8 +122,11 @@ class _Layer:
                 self.sort = Sort(
                     device, pairs, plan.m, E, num_ids, slots, blocks, ids.dtype, map.dtype if map is not None else None, None
                 )  # fmt: skip
-        extra = self.sort.scratch if self.sort is not None else 0
-        index = (slots, blocks, 1, extra, extra) if order == _SORTED else (0,) * 5
+        index = (
+            (slots, blocks, 1, self.sort.scratch if self.sort is not None else 0)
+            if order == _SORTED
+            else (0,) * 4
+        )
         self.pieces = Pieces(
             [(slots * I, w1.dtype), (sums, torch.float32), *((n, torch.int32) for n in index)]
         )
@@ -158,9 +161,9 @@ class _Layer:
         launch = Launcher(self.device, self.programs, tensors)
         x, w1, w2, w1_bias, w2_bias, ids, map, counts, weights, out = launch.pointers
         pieces = scratch.take(self.device, launch.stream, self.pieces, launch.direct)
-        h, y, sorted_ids, expert_ids, used, count, offset = pieces
+        h, y, sorted_ids, expert_ids, used, counted = pieces
         if self.sort is not None:
-            self.sort(launch, ids, map, None, sorted_ids, expert_ids, used, count, offset)
+            self.sort(launch, ids, map, None, sorted_ids, expert_ids, used, counted)
             index: tuple[Any, ...] = (sorted_ids, expert_ids, used, None, None, counts)
         else:
             index = (
