@@ -35,7 +35,7 @@ int useful_threads(int64_t bytes, int64_t flops, int threads) {
   return static_cast<int>(clamp(nanoseconds / kWorthWaking + 1, 1, threads));
 }
 
-bool worth_streaming(int64_t bytes, const Machine& machine) { return bytes > machine.threads * machine.l2_bytes; }
+bool worth_streaming(int64_t bytes, const Machine& machine) { return bytes > machine.threads * machine.l2_bytes / 2; }
 
 Slices column_slices(int64_t rows, int64_t hidden) {
   constexpr int64_t kSliceBytes = int64_t{64} << 20;

@@ -33,7 +33,8 @@ int64_t task_panels(int64_t total_cost, int64_t cost, int64_t panels, const Mach
 // Threads worth waking for that many bytes of weights and floating-point operations.
 int useful_threads(int64_t bytes, int64_t flops, int threads);
 
-// Whether an intermediate result of that many bytes leaves the caches before it is read, so that storing past them saves reading its lines first.
+// Whether an intermediate result of that many bytes leaves the caches before it is read, so that storing past them saves reading its lines first. Two
+// hyper-threads share an L2.
 bool worth_streaming(int64_t bytes, const Machine& machine);
 
 // The second product's unreduced rows wait in memory for the weighted sum. Large ones are cut into slices of columns, two of which are alive at a

@@ -117,8 +117,8 @@ TEST(blocking_threads_worth_waking) {
 TEST(blocking_streaming_starts_past_the_caches) {
   for (const Machine& machine : kMachines) {
     CHECK(!worth_streaming(0, machine));
-    CHECK(!worth_streaming(machine.threads * machine.l2_bytes, machine));
-    CHECK(worth_streaming(machine.threads * machine.l2_bytes + 1, machine));
+    CHECK(!worth_streaming(machine.threads * machine.l2_bytes / 2, machine));
+    CHECK(worth_streaming(machine.threads * machine.l2_bytes / 2 + 1, machine));
   }
 }
 

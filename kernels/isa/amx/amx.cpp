@@ -4,6 +4,9 @@
 // 6, 7 the two A tiles. Four loads serve four products, the best ratio eight registers allow: 3x2 accumulators leave two registers for operands and
 // need seven loads for six products.
 //
+// The next step's loads stand between this step's products, each behind the last use of its register: with a hyper-thread on either side too few
+// registers are left to rename for the processor to do so itself (bench/README.md).
+//
 // A block of 17..32 rows has both of its A tiles in one 64-byte-stride stream, so rows past the block's end are read as whatever follows (read_slack)
 // and only spoil accumulator rows that nobody looks at. One row takes the same path as sixteen: what decides there is how fast the panel arrives, and
 // tile loads read memory faster than vector loads did (bench/README.md), so a token's bits never depend on how many share its expert.
@@ -59,17 +62,28 @@ void two_row_tiles(const BlockProduct& p) {
   const uint16_t* b = p.b;
   const int64_t a_step = int64_t{p.rows} * kStep;
   Ahead ahead(p);
-  for (int64_t s = 0; s < p.steps; ++s, a += a_step, b += kPanelStep) {
-    _tile_loadd(4, b, kTileBytes);
-    _tile_loadd(5, b + kTileElements, kTileBytes);
-    _tile_loadd(6, a, kTileBytes);
+  _tile_loadd(4, b, kTileBytes);
+  _tile_loadd(5, b + kTileElements, kTileBytes);
+  _tile_loadd(6, a, kTileBytes);
+  _tile_loadd(7, a + kTileRows * kStep, kTileBytes);
+  for (int64_t s = 1; s < p.steps; ++s) {
+    a += a_step;
+    b += kPanelStep;
     _tile_dpbf16ps(0, 6, 4);
-    _tile_dpbf16ps(1, 6, 5);
-    _tile_loadd(7, a + kTileRows * kStep, kTileBytes);
-    _tile_dpbf16ps(2, 7, 4);
-    _tile_dpbf16ps(3, 7, 5);
     ahead.step();
+    _tile_dpbf16ps(1, 6, 5);
+    _tile_loadd(6, a, kTileBytes);
+    _tile_dpbf16ps(2, 7, 4);
+    _tile_loadd(4, b, kTileBytes);
+    _tile_dpbf16ps(3, 7, 5);
+    _tile_loadd(7, a + kTileRows * kStep, kTileBytes);
+    _tile_loadd(5, b + kTileElements, kTileBytes);
   }
+  ahead.step();
+  _tile_dpbf16ps(0, 6, 4);
+  _tile_dpbf16ps(1, 6, 5);
+  _tile_dpbf16ps(2, 7, 4);
+  _tile_dpbf16ps(3, 7, 5);
   _tile_stored(0, p.c, kCStride);
   _tile_stored(1, p.c + kTileCols, kCStride);
   _tile_stored(2, lower, kCStride);
@@ -88,14 +102,22 @@ void one_row_tile(const BlockProduct& p) {
   const uint16_t* b = p.b;
   const int64_t a_step = int64_t{p.rows} * kStep;
   Ahead ahead(p);
-  for (int64_t s = 0; s < p.steps; ++s, a += a_step, b += kPanelStep) {
+  _tile_loadd(4, b, kTileBytes);
+  _tile_loadd(5, b + kTileElements, kTileBytes);
+  _tile_loadd(6, a, kTileBytes);
+  for (int64_t s = 1; s < p.steps; ++s) {
+    a += a_step;
+    b += kPanelStep;
+    ahead.step();
+    _tile_dpbf16ps(0, 6, 4);
     _tile_loadd(4, b, kTileBytes);
+    _tile_dpbf16ps(1, 6, 5);
     _tile_loadd(5, b + kTileElements, kTileBytes);
     _tile_loadd(6, a, kTileBytes);
-    _tile_dpbf16ps(0, 6, 4);
-    _tile_dpbf16ps(1, 6, 5);
-    ahead.step();
   }
+  ahead.step();
+  _tile_dpbf16ps(0, 6, 4);
+  _tile_dpbf16ps(1, 6, 5);
   _tile_stored(0, p.c, kCStride);
   _tile_stored(1, p.c + kTileCols, kCStride);
 }
