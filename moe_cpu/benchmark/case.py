@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moe_cpu.benchmark.routing import check_routing
 from moe_cpu.checks import ACTIVATIONS
 from moe_cpu.errors import ArgumentError
@@ -49,7 +51,7 @@ class Suite:
     Attributes:
         shapes, tokens, contenders, routings, scheme, seed: see `Case`.
         baseline: the contender that the others are compared with, or "" for no comparison.
-        threads: None takes torch's number of threads.
+        threads: a number, or several, with each of which every point is measured; None takes torch's number.
         seconds: time spent on one point and routing, shared by its contenders.
         cold: whether weights must come from memory. If not, one layer is used and may stay in the cache: for smoke runs.
         name: for reports.
@@ -62,7 +64,7 @@ class Suite:
     routings: tuple[str, ...] = ("uniform",)
     baseline: str = "grouped_mm"
     scheme: str = "bf16"
-    threads: int | None = None
+    threads: int | tuple[int, ...] | None = None
     seed: int = 0
     seconds: float = 2.0
     cold: bool = True
@@ -83,10 +85,27 @@ class Suite:
         for M in self.tokens:
             if not isinstance(M, int) or M < 1:
                 raise ArgumentError(f"tokens: expected whole numbers of at least 1, got {M!r}")
-        if self.threads is not None and self.threads < 1:
-            raise ArgumentError(f"threads: expected at least 1, got {self.threads}")
+        counts = (
+            self.threads
+            if isinstance(self.threads, tuple)
+            else (1 if self.threads is None else self.threads,)
+        )
+        odd = any(not isinstance(n, int) or n < 1 for n in counts)
+        if odd or not counts or len(set(counts)) < len(counts):
+            raise ArgumentError(
+                f"threads: expected different whole numbers of at least 1, got {self.threads!r}"
+            )
+        if self.device == "cuda" and len(counts) > 1:
+            raise ArgumentError(f"threads: expected one number on cuda, got {self.threads!r}")
         if self.seconds <= 0:
             raise ArgumentError(f"seconds: expected more than 0, got {self.seconds}")
+
+    @property
+    def thread_counts(self) -> tuple[int, ...]:
+        """Numbers of threads, least first."""
+        if self.threads is None:
+            return (torch.get_num_threads(),)
+        return tuple(sorted(self.threads)) if isinstance(self.threads, tuple) else (self.threads,)
 
     def points(self) -> Iterator[tuple[str, int]]:
         """Routing and token count of every point of one shape, for a device that measures one routing at a time."""
@@ -120,9 +139,7 @@ class Suite:
             if not isinstance(data.get(key, []), list):
                 raise ArgumentError(f"suite {path}: expected a list of {key}, got {data[key]!r}")
         data["shapes"] = [parse_shape(entry) for entry in data.get("shapes", ())]
-        for key in _LISTS:
-            if key in data:
-                data[key] = tuple(data[key])
+        data = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
         return cls(**data)
 
 

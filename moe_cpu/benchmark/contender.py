@@ -22,6 +22,7 @@ class Contender(ABC):
         keeps_dense: whether it works on the dense weights themselves.
         copies: layouts of its own it makes of a layer's weights; counted when memory is planned.
         max_tokens: largest call it can take, or None.
+        fixed_threads: whether its threads are those it had when it prepared its first layer.
         settle: seconds its threads need to go to sleep after a call, so that they do not take the next contender's cores.
     """
 
@@ -31,6 +32,7 @@ class Contender(ABC):
     keeps_dense: bool = False
     copies: int = 0
     max_tokens: int | None = None
+    fixed_threads: bool = False
     settle: float = 0.0
 
     @abstractmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from moe_cpu.benchmark import plot_threads
 from moe_cpu.benchmark.report import OK, Report, Row, grouped
 from moe_cpu.errors import ArgumentError
 
@@ -15,30 +16,40 @@ _INCHES_A_PANEL = (6.4, 4.2)
 def save(report: Report, path: str | Path) -> None:
     """Writes one picture (any format that matplotlib knows by its suffix): a row of two panels for each shape and routing.
 
-    Left, the roofline: FLOP/s over FLOP per byte, with bandwidth and matrix peaks as lines. Right: tokens/s over M; thin bars are p10 to p90.
+    Left, the roofline: FLOP/s over FLOP per byte, with bandwidth and matrix peaks as lines. Right: tokens/s over M; thin bars are p10 to p90. Of several
+    numbers of threads, both show the most, and a third panel the speed-ups (`plot_threads`).
 
     Raises:
         ArgumentError: matplotlib is missing, or the report has no times.
     """
     plt = pyplot()
-    rows = [row for row in report.rows if row.status == OK and row.times is not None]
-    if not rows:
+    measured = [row for row in report.rows if row.status == OK and row.times is not None]
+    if not measured:
         raise ArgumentError("plot: the report has no measured case")
-    groups = grouped(rows, lambda r: (r.case.shape, r.case.routing))
-    names = list(dict.fromkeys(row.case.contender for row in rows))
+    counts = report.thread_counts
+    groups = grouped(measured, lambda r: (r.case.shape, r.case.routing))
+    names = list(dict.fromkeys(row.case.contender for row in measured))
     style = {
         name: {"color": f"C{i % 10}", "marker": _MARKERS[i % len(_MARKERS)]} for i, name in enumerate(names)
     }
     width, height = _INCHES_A_PANEL
     figure, axes = plt.subplots(
-        len(groups), 2, figsize=(2 * width, len(groups) * height + 0.4), squeeze=False, layout="constrained"
+        len(groups),
+        panels := 2 if len(counts) == 1 else 3,
+        figsize=(panels * width, len(groups) * height + 0.4),
+        squeeze=False,
+        layout="constrained",
     )
-    for (left, right), ((shape, routing), group) in zip(axes, groups.items(), strict=True):
+    for (left, right, *third), ((shape, routing), rows) in zip(axes, groups.items(), strict=True):
+        group = [row for row in rows if row.case.threads == counts[-1]]
         title = f"{shape.name} (E={shape.E}, topk={shape.topk}, K={shape.K}, I={shape.I}), {routing}"
         _roofline(left, report, group, style)
         left.set_title(title, fontsize=9)
         _throughput(right, group, style)
         right.set_title("tokens per second", fontsize=9)
+        for panel in third:
+            plot_threads.draw(panel, report, rows, style)
+            panel.set_title("speed-up with more threads", fontsize=9)
     figure.suptitle(caption(report.environment), fontsize=9)
     figure.savefig(path, dpi=130)
     plt.close(figure)

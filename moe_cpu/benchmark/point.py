@@ -21,13 +21,12 @@ from moe_cpu.models import ModelShape
 
 @dataclass(frozen=True)
 class Session:
-    """What all points of a run share. `cache` is the size of the last-level cache, 0 for a suite that is not cold."""
+    """What all points of a run share. `ceilings` are by number of threads; `cache` is the size of the last-level cache, 0 for a suite that is not cold."""
 
     suite: Suite
     source: Source
-    threads: int
     contenders: list[Contender]
-    ceilings: roofline.Ceilings | None
+    ceilings: dict[int, roofline.Ceilings]
     evict: timing.CacheEvictor
     cache: int
 
@@ -43,7 +42,7 @@ class Weights:
 
 
 def measure(session: Session, weights: Weights, shape: ModelShape, M: int) -> list[Row]:
-    """One row for each routing and contender, in the suite's order. A wrong answer, an exception or a refusal gets a reason and no time."""
+    """One row for each routing and contender, in the suite's order, with torch's number of threads. A wrong answer, an exception or a refusal gets a reason and no time."""
     return _Point(session, weights, shape, M).measured()
 
 
@@ -57,7 +56,7 @@ class _Key(NamedTuple):
 class _Point:
     def __init__(self, session: Session, weights: Weights, shape: ModelShape, M: int) -> None:
         self.session, self.weights, self.shape, self.M = session, weights, shape, M
-        self.suite = session.suite
+        self.suite, self.threads = session.suite, torch.get_num_threads()
         self.rng: torch.Generator = generator(self.suite.seed * 1_000_003 + M)
         self.contenders = {c.name: c for c in session.contenders}
         self.rows = {
@@ -76,12 +75,14 @@ class _Point:
 
     def _row(self, routing: str, contender: Contender) -> Row:
         suite = self.suite
-        case = Case(
-            self.shape, self.M, contender.name, suite.scheme, self.session.threads, routing, suite.seed
-        )
+        case = Case(self.shape, self.M, contender.name, suite.scheme, self.threads, routing, suite.seed)
         reason = contender.why_not(self.shape)
         if reason is None and contender.max_tokens is not None and self.M > contender.max_tokens:
             reason = f"takes at most {contender.max_tokens} tokens a call"
+        if reason is None and contender.fixed_threads and len(suite.thread_counts) > 1:
+            reason = (
+                "keeps the threads that it began with, so it cannot be measured with several numbers of them"
+            )
         native = contender.ours and contender.name.startswith("native")
         row = Row(
             case, contender.isa or (isa.active() if native and isa.available() else None), contender.ours
@@ -160,8 +161,8 @@ class _Point:
             # Neither the draw above nor the first round was timed.
             row.times, row.work = timing.summarise(taken[key]), roofline.median_work(works[key.routing][2:])
             row.layers, row.evicted = layers, evicts
-            if session.ceilings is not None:
-                row.limit, row.binding = session.ceilings.limit(row.work, row.isa)
+            if self.threads in session.ceilings:
+                row.limit, row.binding = session.ceilings[self.threads].limit(row.work, row.isa)
         for key in keys:
             self._compare(key, taken)
 

@@ -111,7 +111,8 @@ class Report:
 
     Attributes:
         environment: see `moe_cpu.benchmark.environment.describe`.
-        ceilings: None when there was no native library to measure them with.
+        ceilings: with as many threads as `environment` says, the most that were used; None when there was no native library to measure them with.
+        fewer_threads: the same with each smaller number of threads that every point was measured with.
         notes: sentences a reader should know, for example that memory was too short for enough layers.
     """
 
@@ -119,6 +120,12 @@ class Report:
     ceilings: Ceilings | None
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    fewer_threads: list[Ceilings] = field(default_factory=list)
+
+    @property
+    def thread_counts(self) -> list[int]:
+        """Numbers of threads that points were measured with, least first."""
+        return sorted({row.case.threads for row in self.rows})
 
     @property
     def ok(self) -> bool:
@@ -141,8 +148,13 @@ class Report:
             raise ArgumentError(f"results: expected schema {SCHEMA}, got {schema!r}")
         ceilings = data["ceilings"]
         rows = [_row(row) for row in data["rows"]]
+        fewer = [Ceilings(**one) for one in data.get("fewer_threads", ())]
         return cls(
-            data["environment"], None if ceilings is None else Ceilings(**ceilings), rows, data["notes"]
+            data["environment"],
+            None if ceilings is None else Ceilings(**ceilings),
+            rows,
+            data["notes"],
+            fewer,
         )
 
     def save(self, path: str | Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -40,16 +41,21 @@ def run(
     source = source or RandomSource()
     names = dict.fromkeys((*suite.contenders, *filter(None, [suite.baseline])))
     contenders = [backends.find(name) for name in names]
-    with threads_set(suite.threads) as threads, torch.no_grad():
+    counts = suite.thread_counts
+    with threads_set(counts[-1]) as most, torch.no_grad():
         cache = memory.last_level_cache_bytes() if suite.cold else 0
         extra, available = roofline.probe_bytes(cache), memory.available_bytes()
-        runnable = {shape: [c for c in contenders if c.why_not(shape) is None] for shape in suite.shapes}
+        able = [c for c in contenders if not (c.fixed_threads and len(counts) > 1)]
+        runnable = {shape: [c for c in able if c.why_not(shape) is None] for shape in suite.shapes}
         plans = {
             s: memory.plan(s, max(suite.tokens), runnable[s], cache, extra, available) for s in suite.shapes
         }
         tell("ceilings")
         forced = {c.isa for c in contenders if c.isa is not None and isa.why_not(c.isa) is None}
-        report = Report(environment.describe(threads), roofline.measure(threads, forced, cache))
+        measured = [roofline.measure(threads, forced, cache) for threads in counts]
+        ceilings = [found for found in measured if found is not None]
+        report = Report(environment.describe(most), ceilings[-1] if ceilings else None)
+        report.fewer_threads = ceilings[:-1]
         if not suite.cold:
             report.notes.append("weights may have come from the cache, so shares of the limit mean little")
         elif cache == 0:
@@ -57,14 +63,15 @@ def run(
                 "nobody says how large the last-level cache is, so weights may have come from it"
             )
         evict = timing.CacheEvictor(cache)  # of nothing, for a suite that is not cold
-        session = Session(suite, source, threads, contenders, report.ceilings, evict, cache)
+        session = Session(suite, source, contenders, {c.threads: c for c in ceilings}, evict, cache)
         for shape in suite.shapes:
             tell(f"{shape.name}: weights")
             report.notes.extend(plans[shape].notes(shape, cache))
             weights = _make_weights(source, shape, suite.seed, runnable[shape], plans[shape].layers)
-            for M in suite.tokens:
-                tell(f"{shape.name}: M = {M}")
-                report.rows.extend(measure(session, weights, shape, M))
+            for M, threads in itertools.product(suite.tokens, counts):
+                tell(f"{shape.name}: M = {M}" + (f", {threads} threads" if len(counts) > 1 else ""))
+                with threads_set(threads):
+                    report.rows.extend(measure(session, weights, shape, M))
                 if keep is not None:
                     keep(report)
             del weights  # before the next shape's are made
@@ -73,7 +80,7 @@ def run(
 
 def steps(suite: Suite) -> int:
     """How many steps `run` tells of."""
-    return 1 + len(suite.shapes) * (1 + len(suite.tokens))
+    return 1 + len(suite.shapes) * (1 + len(suite.tokens) * len(suite.thread_counts))
 
 
 @contextlib.contextmanager

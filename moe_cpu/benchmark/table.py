@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from moe_cpu.benchmark import scaling
 from moe_cpu.benchmark.report import OK, Report, Row, grouped
 from moe_cpu.benchmark.timing import Comparison
 
 _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("M", lambda r: str(r.case.M)),
+    ("threads", lambda r: str(r.case.threads)),
     ("contender", lambda r: r.case.contender),
     ("isa", lambda r: r.isa or "-"),
     ("median ms", lambda r: milliseconds(r.times.median if r.times else None)),
@@ -35,6 +37,10 @@ def milliseconds(seconds: float | None) -> str:
 
 def _number(value: float | None, unit: float) -> str:
     return "-" if value is None else f"{value / unit:.3g}"
+
+
+def _threads(number: int) -> str:
+    return f"{number} thread{'' if number == 1 else 's'}"
 
 
 def comparison(c: Comparison | None) -> str:
@@ -69,20 +75,23 @@ def lines(report: Report) -> Iterator[str]:
     yield from environment_lines(e)
     if report.ceilings is None:
         yield "ceilings: not measured, the native library is missing"
-    else:
-        peaks = ", ".join(
-            f"{name} {value / 1e12:.3g} TFLOP/s" for name, value in report.ceilings.matrix.items()
-        )
+    several = len(report.thread_counts) > 1
+    for ceilings in filter(None, [*report.fewer_threads, report.ceilings]):
+        peaks = ", ".join(f"{name} {value / 1e12:.3g} TFLOP/s" for name, value in ceilings.matrix.items())
         how = "a product by torch" if e.get("gpu") else "operands in registers"
-        yield f"ceilings: {peaks} ({how}), memory {report.ceilings.read / 1e9:.3g} GB/s"
+        of = f" of {_threads(ceilings.threads)}" if several else ""
+        yield f"ceilings{of}: {peaks} ({how}), memory {ceilings.read / 1e9:.3g} GB/s"
     for (shape, routing), rows in grouped(report.rows, lambda r: (r.case.shape, r.case.routing)).items():
         yield ""
         bias = ", biases" if shape.has_bias else ""
         yield f"{shape.name}: E={shape.E} topk={shape.topk} K={shape.K} I={shape.I}, {shape.activation}{bias}, {routing} routing"
         shown = [row for row in rows if row.status == OK]
-        yield from _table(shown)
+        yield from _table(shown, several)
         for sentence in dict.fromkeys(_absence(row) for row in rows if row.status != OK):
             yield "  " + sentence
+        if several:
+            yield ""
+            yield from _speedups(report, shown)
     for note in report.notes:
         yield ""
         yield "note: " + note
@@ -93,13 +102,25 @@ def _absence(row: Row) -> str:
     return f"{row.case.contender} {row.status}{place}: {row.reason}"
 
 
-def _table(rows: list[Row]) -> Iterator[str]:
-    """Rows under the titles, without the columns in which none of them has anything."""
+def _table(rows: list[Row], threads: bool) -> Iterator[str]:
+    """Rows under the titles, without the columns in which none of them has anything, and with that of `threads` if it is wanted."""
     if not rows:
         return
     columns = [[title, *map(show, rows)] for title, show in _COLUMNS]
     filled = [column for column in columns if set(column[1:]) != {"-"}]
-    yield from aligned(list(zip(*filled, strict=True)))
+    wanted = [column for column in filled if threads or column[0] != "threads"]
+    yield from aligned(list(zip(*wanted, strict=True)))
+
+
+def _speedups(report: Report, rows: list[Row]) -> Iterator[str]:
+    """What each number of threads gains over the least: the ceilings, and each contender beside its own limit."""
+    counts = report.thread_counts
+    curves = [*scaling.of_ceilings(report, rows), *scaling.of_layers(rows)]
+    titles = [f"speed-up over {_threads(counts[0])}", *map(str, counts)]
+    yield from aligned(
+        [titles, *([curve.name, *(_number(curve.values.get(n), 1) for n in counts)] for curve in curves)],
+        group=0,
+    )
 
 
 def aligned(cells: Sequence[Sequence[str]], group: int = 1) -> Iterator[str]:

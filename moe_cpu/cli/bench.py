@@ -82,7 +82,12 @@ def add_parser(commands: Any) -> None:
         help="run the native backend once with each of these instruction sets",
     )
     how = parser.add_argument_group("how")
-    how.add_argument("--threads", metavar="N", type=int, help="OpenMP threads")
+    how.add_argument(
+        "--threads",
+        metavar="N,...",
+        type=counts,
+        help="OpenMP threads; of several numbers, every point is measured with each",
+    )
     how.add_argument(
         "--seconds", metavar="S", type=float, help="time for one point, shared by its contenders"
     )
@@ -96,10 +101,10 @@ def add_parser(commands: Any) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Measures, prints the table, writes files."""
-    if end_to_end.asked_for(options):
-        return end_to_end.main(options)
-    if options.overheads:
-        return overheads.main(options)
+    for asked, instead in ((end_to_end.asked_for(options), end_to_end), (options.overheads, overheads)):
+        if asked:
+            options.threads = _one(options.threads)
+            return instead.main(options)
     suite, checkpoint = build_suite(options)
     if options.plot:
         plot.pyplot()  # or it is refused before anything is measured
@@ -194,6 +199,15 @@ def _contenders(suite: Suite, options: argparse.Namespace) -> dict[str, Any]:
             )
         baseline = theirs[0] if theirs else ""
     return {"contenders": tuple(dict.fromkeys([*ours, *theirs])), "baseline": baseline}
+
+
+def _one(threads: list[int] | None) -> int | None:
+    """The only number there is."""
+    if threads is None or len(threads) == 1:
+        return None if threads is None else threads[0]
+    raise ArgumentError(
+        f"bench: --threads expects one number where layers are not what is measured, got {threads}"
+    )
 
 
 def _shape(text: str) -> ModelShape:

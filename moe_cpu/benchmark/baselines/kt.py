@@ -25,6 +25,7 @@ class KTransformers(Contender):
     copies = 2
     # Its scratch memory grows with the largest call it is configured for, and a larger call crashes.
     max_tokens = 4096
+    fixed_threads = True
     settle = 0.08
 
     def __init__(self) -> None:
