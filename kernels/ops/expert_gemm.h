@@ -12,6 +12,12 @@
 
 namespace moe {
 
+// Where a thread's next task begins to read panels: fetched while the last panel of the present one is multiplied.
+struct Following {
+  const uint16_t* panels = nullptr;
+  int64_t bytes = 0;
+};
+
 struct ExpertGemm {
   const KernelTable* table;
   const char* a;           // blocks of rows, each [steps][rows][32]
@@ -20,6 +26,7 @@ struct ExpertGemm {
   int64_t first, last;     // panels of this task
   int64_t k_block;         // steps
   float* sums;             // room for sums_elements()
+  Following following;     // what the thread's next task reads first
 
   int64_t element_bytes() const { return table->f32_blocks ? 4 : 2; }
 };
@@ -33,6 +40,7 @@ void run(const ExpertGemm& g, Finish&& finish) {
   const int64_t block_rows = g.table->block_rows, blocks = ceil_div(g.rows, block_rows), panel_size = g.steps * kPanelStep;
   const int64_t block_sums = block_rows * kPanelCols;
   const bool single = g.k_block >= g.steps;
+  const int64_t following_bytes = round_up(ceil_div(g.following.bytes, blocks), 64);
   for (int64_t group = g.first; group < g.last; group += kGroupPanels) {
     const int64_t group_end = group + kGroupPanels < g.last ? group + kGroupPanels : g.last;
     for (int64_t step = 0; step < g.steps; step += g.k_block) {
@@ -47,8 +55,9 @@ void run(const ExpertGemm& g, Finish&& finish) {
           const int rows = static_cast<int>(g.rows - first_row < block_rows ? g.rows - first_row : block_rows);
           const char* const a = g.a + (first_row * g.steps + step * rows) * kStep * g.element_bytes();
           float* const sums = single ? g.sums : g.sums + ((panel - group) * blocks + block) * block_sums;
-          const uint16_t* const next = more ? b + panel_size + block * ahead_bytes / 2 : nullptr;
-          g.table->product({a, b, sums, rows, steps, step > 0, next, ahead_bytes});
+          Following next{more ? b + panel_size : last_k ? g.following.panels : nullptr, more ? ahead_bytes : following_bytes};
+          if (next.panels) next.panels += block * next.bytes / 2;
+          g.table->product({a, b, sums, rows, steps, step > 0, next.panels, next.bytes});
           if (last_k) finish(panel, first_row, rows, sums);
         }
       }

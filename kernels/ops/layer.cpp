@@ -30,6 +30,7 @@ struct Hand {
   const float** sum_rows;   // [topk]
   float* sum_weights;       // [topk]
   int64_t gathered_active, gathered_row;  // what `a` holds, -1 = nothing
+  Following following;
 };
 
 struct Layer {
@@ -79,7 +80,8 @@ struct Layer {
                       arena.take<const float*>(args.topk),
                       arena.take<float>(args.topk),
                       -1,
-                      -1};
+                      -1,
+                      {}};
       if (hands) hands[i] = hand;
     }
   }
@@ -105,9 +107,9 @@ struct Layer {
 
   void work(int rank) {
     table.enter();
-    for (;;) {
-      const int64_t task = schedule->next.fetch_add(1, std::memory_order_relaxed);
-      if (task >= schedule->task_count) break;
+    for (int64_t task = schedule->take(), following; task < schedule->task_count; task = following) {
+      following = schedule->take();
+      hands[rank].following = first_panel(following);
       const Phase& phase = schedule->phase_of(task);
       const int64_t index = task - phase.begin;
       switch (phase.kind) {
@@ -128,6 +130,28 @@ struct Layer {
     table.leave();
   }
 
+  // What a task multiplies first: the panel's first block of k.
+  Following first_panel(int64_t task) const {
+    if (task >= schedule->task_count) return {};
+    const Phase& phase = schedule->phase_of(task);
+    const int64_t index = task - phase.begin;
+    if (phase.kind == TaskKind::kFirst) {
+      const ProductTask t = task_at(first, routing, index, w1_count, table.block_rows);
+      return {args.w1 + (routing.active[t.active] * w1_count + t.first_panel) * panel_elements(args.hidden), block_bytes(t.rows, k_steps)};
+    }
+    if (phase.kind == TaskKind::kSecond) {
+      const ProductTask t = task_at(second, routing, index, slices.panels, table.block_rows);
+      const int64_t panel = phase.slice * slices.panels + t.first_panel;
+      if (panel >= w2_count) return {};  // the last slice is narrower
+      return {args.w2 + (routing.active[t.active] * w2_count + panel) * panel_elements(args.intermediate), block_bytes(t.rows, i_steps)};
+    }
+    return {};
+  }
+
+  int64_t block_bytes(int64_t rows, int64_t steps) const {
+    return std::min(k_block_steps(rows, steps, element_bytes(), machine), steps) * kPanelStep * static_cast<int64_t>(sizeof(uint16_t));
+  }
+
   // h = activation(x w1^T + b1) for some rows and neurons of one expert.
   void first_product(int64_t index, Hand& hand) {
     const ProductTask task = task_at(first, routing, index, w1_count, table.block_rows);
@@ -143,7 +167,8 @@ struct Layer {
                           task.first_panel,
                           task.last_panel,
                           k_block_steps(task.rows, k_steps, element_bytes(), machine),
-                          hand.sums};
+                          hand.sums,
+                          hand.following};
     run(gemm, [&](int64_t panel, int64_t first_row, int rows, const float* sums) {
       float bias[kPanelCols];
       if (args.w1_bias) panel_bias(bias, expert, panel);
@@ -199,7 +224,8 @@ struct Layer {
                           task.first_panel,
                           task.last_panel,
                           k_block_steps(task.rows, i_steps, element_bytes(), machine),
-                          hand.sums};
+                          hand.sums,
+                          hand.following};
     run(gemm, [&](int64_t panel, int64_t first_row, int rows, const float* sums) {
       const int64_t column = (slice_panel + panel) * kPanelCols;
       int64_t offsets[64];

@@ -2,8 +2,9 @@
 //
 //   [zero skipped rows] first products | second products of slice 0, 1, weighted sum of slice 0, second products of slice 2, weighted sum of 1, ...
 //
-// A task waits for what it reads. Tasks are taken in order and wait only for earlier ones, which running threads hold, so somebody always moves; and
-// by the time a task is taken, what it needs is mostly long done. One slow thread delays one task, not a barrier.
+// A task waits for what it reads. Tasks are taken in order and wait only for earlier ones; by the time one is taken, what it needs is mostly long
+// done. One slow thread delays two tasks, not a barrier: a thread takes its next task before it works on the present one, so that the panels of the
+// next can be fetched meanwhile. Somebody always moves nevertheless: whoever holds the earliest unfinished task has finished all it took before.
 #pragma once
 
 #include <atomic>
@@ -51,6 +52,7 @@ struct Schedule {
     phases[phase_count++] = {kind, slice, task_count};
     task_count += tasks;
   }
+  int64_t take() { return next.fetch_add(1, std::memory_order_relaxed); }
   const Phase& phase_of(int64_t task) const {
     int i = phase_count - 1;
     while (phases[i].begin > task) --i;
