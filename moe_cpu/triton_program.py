@@ -96,8 +96,10 @@ class Launcher:
 def _watched() -> bool:
     """Whether a profiler wants to hear of every launch from Triton."""
     runtime = knobs.runtime
-    hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook)
-    return any(getattr(hook, "calls", hook) for hook in hooks)  # chains, or one or none in older releases
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if getattr(hook, "calls", hook):  # a chain of hooks, or one or none in older releases
+            return True
+    return False
 
 
 @functools.cache
