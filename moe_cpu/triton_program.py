@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import triton
-from triton import knobs
 
 _ALIGNMENT = 16
 
@@ -21,27 +20,25 @@ class Program:
     """One kernel with its compile-time values, for arguments of one kind.
 
     Attributes:
-        run: launches the machine code as Triton itself does once it has found it; None before the first launch, and always in Triton's interpreter.
-        handles: what `run` takes behind the stream: the function, how it is to be launched, and no one who wants to hear of it.
-        values: the compile-time values, which stand behind the arguments that change.
+        compiled: the machine code, from the first launch on; always None in Triton's interpreter.
     """
 
     def __init__(self, kernel: Any, constants: dict[str, Any], options: dict[str, int]) -> None:
         self.kernel, self.options = kernel, options
         # In the order of the kernel's parameters, behind the arguments that change.
         self.constants = {name: constants[name] for name in kernel.arg_names if name in constants}
-        self.values = tuple(self.constants.values())
-        self.run: Any = None
-        self.handles: tuple[Any, ...] = ()
-        self._compiled: Any = None
+        self.compiled: Any = None
+        self._values = tuple(self.constants.values())
+
+    def direct(self, grid: tuple[int, int, int], stream: int, *arguments: Any) -> None:
+        """Launches machine code; an address stands for a tensor."""
+        self.compiled[grid](*arguments, *self._values, stream=stream)
 
     def through_triton(self, grid: tuple[int, int, int], keep: bool, *arguments: Any) -> None:
         """Launches on the current stream as Triton does, compiling where needed; keeps the machine code when the arguments are the usual, aligned ones."""
         compiled = self.kernel[grid](*arguments, **self.constants, **self.options)
-        if keep and hasattr(compiled, "packed_metadata"):
-            self._compiled = compiled  # its end would unload the code
-            self.handles = (compiled.function, compiled.packed_metadata, None, None, None)
-            self.run = compiled.run
+        if keep and hasattr(compiled, "__getitem__"):
+            self.compiled = compiled
 
 
 @functools.cache
@@ -69,47 +66,28 @@ class Launcher:
     def __init__(
         self, device: int, programs: Sequence[Program], tensors: Sequence[torch.Tensor | None]
     ) -> None:
-        addresses: list[int | None] = []
+        self.addresses = [None if t is None else t.data_ptr() for t in tensors]
         together = 0
-        for tensor in tensors:
-            if tensor is None:
-                addresses.append(None)
-            else:
-                address = tensor.data_ptr()
-                together |= address
-                addresses.append(address)
+        for address in self.addresses:
+            together |= address or 0
         self.aligned = together % _ALIGNMENT == 0
-        self.direct = self.aligned and device >= 0 and not _watched()
+        self.direct = self.aligned and device >= 0
         for one in programs:
-            if one.run is None:
+            if one.compiled is None:
                 self.direct = False
-        self.pointers: Sequence[Any] = addresses if self.direct else tensors
+        self.pointers: Sequence[Any] = self.addresses if self.direct else tensors
         self.stream = current_stream(device)
 
     def __call__(self, program: Program, grid: tuple[int, int, int], *arguments: Any) -> None:
         if self.direct:
-            program.run(*grid, self.stream, *program.handles, *arguments, *program.values)
+            program.direct(grid, self.stream, *arguments)
         else:
             program.through_triton(grid, self.aligned, *arguments)
 
 
-def _watched() -> bool:
-    """Whether a profiler wants to hear of every launch from Triton."""
-    runtime = knobs.runtime
-    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        if getattr(hook, "calls", hook):  # a chain of hooks, or one or none in older releases
-            return True
-    return False
-
-
-@functools.cache
-def _driver() -> Any:
-    return triton.runtime.driver.active
-
-
 def current_stream(device: int) -> int:
     """Handle of the stream that torch is on."""
-    return _driver().get_current_stream(device) if device >= 0 else 0
+    return triton.runtime.driver.active.get_current_stream(device) if device >= 0 else 0
 
 
 class Address:

@@ -213,14 +213,13 @@ def test_an_id_out_of_range_is_skipped_or_refused_on_request():
         run(case.with_(topk_ids=ids), check_ids=True)
 
 
-def test_after_the_first_launch_addresses_go_to_the_machine_code(monkeypatch):
-    from moe_cpu import triton_program
+def test_after_the_first_launch_addresses_go_to_the_machine_code():
+    from moe_cpu.triton_program import Program
 
     seen = []
 
     class Kernel:
         arg_names = ("pointer", "number", "BLOCK")
-        function, packed_metadata = 11, (4, 1, 0)
 
         def __getitem__(self, grid):
             def launch(*arguments, **values):
@@ -229,37 +228,13 @@ def test_after_the_first_launch_addresses_go_to_the_machine_code(monkeypatch):
 
             return launch
 
-        def run(self, *everything):
-            seen.append(everything)
-
-    monkeypatch.setattr(triton_program, "current_stream", lambda device: 77)
-    program = triton_program.Program(Kernel(), {"BLOCK": 8}, {"num_warps": 4, "num_stages": 3})
-    room = torch.empty(64, dtype=torch.uint8)
-    first = -room.data_ptr() % 16
-    usual, shifted, grid = room[first : first + 8], room[first + 1 : first + 9], (2, 1, 1)
-
-    def launch(tensor):
-        launcher = triton_program.Launcher(0, [program], [tensor, None])
-        launcher(program, grid, launcher.pointers[0], 5)
-
-    options = {"BLOCK": 8, "num_warps": 4, "num_stages": 3}
-    for tensor in (shifted, usual, usual, shifted):
-        launch(tensor)
-    direct = (*grid, 77, 11, (4, 1, 0), None, None, None, usual.data_ptr(), 5, 8)
-    assert seen == [
-        (grid, (shifted, 5), options), (grid, (usual, 5), options), direct, (grid, (shifted, 5), options),
-    ]  # fmt: skip
-
-    def hook(metadata):
-        pass
-
-    runtime = triton_program.knobs.runtime
-    runtime.launch_enter_hook.add(hook)
-    try:
-        launch(usual)
-    finally:
-        runtime.launch_enter_hook.remove(hook)
-    assert seen[-1] == (grid, (usual, 5), options), "a profiler hears of it"
+    program = Program(Kernel(), {"BLOCK": 8}, {"num_warps": 4, "num_stages": 3})
+    program.through_triton((2, 1, 1), False, "tensor", 5)
+    assert program.compiled is None
+    program.through_triton((2, 1, 1), True, "tensor", 5)
+    program.direct((2, 1, 1), 77, 4096, 5)
+    usual = ((2, 1, 1), ("tensor", 5), {"BLOCK": 8, "num_warps": 4, "num_stages": 3})
+    assert seen == [usual, usual, ((2, 1, 1), (4096, 5, 8), {"stream": 77})]
 
 
 def test_scratch_is_reused():
