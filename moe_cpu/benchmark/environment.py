@@ -16,6 +16,8 @@ import torch
 from moe_cpu import isa, machine, native_library, ops
 from moe_cpu.benchmark import memory
 
+# Of this package, of OpenMP runtimes, of oneDNN (which may be held to an instruction set), and of what is put under all of them.
+_VARIABLES = ("MOE_CPU_", "OMP_", "KMP_", "GOMP_", "ONEDNN_", "DNNL_", "MKL_", "LD_PRELOAD", "GLIBC_TUNABLES")
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -100,6 +102,6 @@ def describe(threads: int) -> dict[str, Any]:
         "variables": {
             key: value
             for key, value in sorted(os.environ.items())
-            if key.startswith(("MOE_CPU_", "OMP_", "KMP_", "GOMP_"))
+            if key.startswith(_VARIABLES)
         },
     }

