@@ -176,7 +176,7 @@ class Sort:
         self, device: int, numel: int, block_size: int, num_experts: int, num_ids: int, length: int, blocks: int,
         ids: torch.dtype, map: torch.dtype | None, names: torch.dtype | None,
     ) -> None:  # fmt: skip
-        width = triton.next_power_of_2(num_experts)
+        width = max(2, triton.next_power_of_2(num_experts))
         mapped, named, experts = ("MAPPED", map is not None), ("NAMED", names is not None), ("EXPERTS", width)
         if numel <= _ONE_KERNEL:
             self.scratch = 0
@@ -205,7 +205,7 @@ class Sort:
             triton.cdiv(blocks, parts),
             block_size,
         )
-        chunk, rows = ("CHUNK", size), ("ROWS", max(1, _COUNTS * warps // 8 // width))
+        chunk, rows = ("CHUNK", size), ("ROWS", max(1, min(_PARTS, _COUNTS * warps // 8 // width)))
         self.programs = (
             program(_count, device, (ids, map), (mapped, experts, chunk), warps),
             program(
