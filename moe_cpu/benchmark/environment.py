@@ -99,9 +99,5 @@ def describe(threads: int) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "kernel": platform.release(),
-        "variables": {
-            key: value
-            for key, value in sorted(os.environ.items())
-            if key.startswith(_VARIABLES)
-        },
+        "variables": {key: value for key, value in sorted(os.environ.items()) if key.startswith(_VARIABLES)},
     }
