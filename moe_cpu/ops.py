@@ -135,7 +135,7 @@ def layer(
                 good and expert_map.dtype == torch.int32 and expert_map.is_contiguous() and expert_map.is_cpu
             )
         good = good and columns == K and (x_column == 1 or K == 1) and x_dtype < _INT32 and x.is_cpu
-        if not good or x.is_neg():
+        if not good or x.is_neg() or (topk_ids is not None and topk_ids.is_neg()):
             return None
         x_address, w1_address, w2_address = x.data_ptr(), packed._w1.data_ptr(), packed._w2.data_ptr()
         ids_address = 0 if topk_ids is None else topk_ids.data_ptr()
@@ -207,6 +207,7 @@ def _routed(
         topk_weights = topk_weights.resolve_neg()
         topk_weights = topk_weights.float() if topk_weights.dtype == torch.float64 else topk_weights
     expert_map, x = None if expert_map is None else as_int32(expert_map), x.resolve_neg().contiguous()
+    topk_ids = topk_ids.resolve_neg()
     done = layer(x, packed, topk_weights, topk_ids, out, mode, activation, expert_map, None, isa, scratch)
     if done is None:
         raise no_memory_error("fused experts")  # of a kind that does not even have an address, as functorch's

@@ -260,7 +260,7 @@ def test_other_layouts_are_refused_by_name(name):
         call(case.with_(**{name: getattr(case, name).to_sparse()}), packed=packed)
 
 
-@pytest.mark.parametrize("name", ["x", "topk_weights"])
+@pytest.mark.parametrize("name", ["x", "topk_weights", "topk_ids"])
 def test_a_pending_negation_is_carried_out_by_a_kernel_too(name):
     case = make_case(M=4)
     pending = case.with_(**{name: torch._neg_view(-getattr(case, name))})

@@ -4,8 +4,8 @@
 // 6, 7 the two A tiles. Four loads serve four products, the best ratio eight registers allow: 3x2 accumulators leave two registers for operands and
 // need seven loads for six products.
 //
-// The next step's loads stand between this step's products, each behind the last use of its register: with a hyper-thread on either side too few
-// registers are left to rename for the processor to do so itself (bench/README.md).
+// The next step's loads stand between this step's products, each behind the last use of its register. Loads ahead of the products that need
+// them were slower on a CPU that renames tile registers too: perhaps too few are left where two hyper-threads share them (bench/README.md).
 //
 // A block of 17..32 rows has both of its A tiles in one 64-byte-stride stream, so rows past the block's end are read as whatever follows (read_slack)
 // and only spoil accumulator rows that nobody looks at. One row takes the same path as sixteen: what decides there is how fast the panel arrives, and

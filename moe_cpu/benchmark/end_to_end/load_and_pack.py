@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
+from moe_cpu.benchmark import own_process
 from moe_cpu.benchmark.end_to_end import high_water
 from moe_cpu.benchmark.end_to_end.report import Released, released_from
 from moe_cpu.benchmark.end_to_end.settings import ModelSource, Settings
-from moe_cpu.errors import BackendUnavailable
 
-_ROOT = str(Path(__file__).resolve().parents[3])
 # Steps of the run after packing: enough to touch everything that a longer one touches.
 _STEPS = 2
 
@@ -29,19 +25,9 @@ def measure(settings: Settings) -> Released:
     Raises:
         BackendUnavailable: the process failed, with its last words.
     """
-    paths = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(settings))],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
+    return released_from(
+        own_process.run(__name__, "loading and packing", json.dumps(dataclasses.asdict(settings)))
     )
-    if done.returncode != 0:
-        words = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        raise BackendUnavailable(
-            f"loading and packing in a process of its own ended with status {done.returncode}: {words[0]}"
-        )
-    return released_from(json.loads(done.stdout.splitlines()[-1]))
 
 
 def _measured(settings: Settings) -> Released:

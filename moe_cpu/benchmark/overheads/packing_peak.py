@@ -7,22 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from moe_cpu.benchmark import own_process
 from moe_cpu.benchmark.end_to_end import high_water
 from moe_cpu.benchmark.overheads.report import PackingPeak
-from moe_cpu.errors import BackendUnavailable
 from moe_cpu.models import ModelShape
 from moe_cpu.packing import PackedExperts
-
-_ROOT = str(Path(__file__).resolve().parents[3])
 
 
 def measure(shape: ModelShape, threads: int) -> PackingPeak:
@@ -31,19 +26,9 @@ def measure(shape: ModelShape, threads: int) -> PackingPeak:
     Raises:
         BackendUnavailable: the process failed, with its last words.
     """
-    paths = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(shape)), str(threads)],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
+    return PackingPeak(
+        **own_process.run(__name__, "packing", json.dumps(dataclasses.asdict(shape)), str(threads))
     )
-    if done.returncode != 0:
-        words = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        raise BackendUnavailable(
-            f"packing in a process of its own ended with status {done.returncode}: {words[0]}"
-        )
-    return PackingPeak(**json.loads(done.stdout.splitlines()[-1]))
 
 
 class _LetGo:

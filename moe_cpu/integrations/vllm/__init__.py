@@ -1,6 +1,7 @@
-"""vLLM: with this package installed, the experts of bf16 models on vLLM's CPU backend run on our kernels.
+"""vLLM: after `register()`, the experts of bf16 models on vLLM's CPU backend run on our kernels.
 
-There is nothing to call: vLLM finds `register` by its entry point and runs it in each of its processes. The environment variable MOE_CPU_VLLM switches:
+vLLM has several processes, and it has to be called in each of them, as vLLM does with an entry point of the group `vllm.general_plugins`; this package does not
+declare one yet. The layers' classes are tested with vLLM, a running engine is not. The environment variable MOE_CPU_VLLM switches:
 0 leaves vLLM as it is, "force" tries a vLLM that this module was not tested with. A layer that the kernels do not cover stays with vLLM's own experts; the
 log says, once for each kind of layer, which ones it has and why.
 
