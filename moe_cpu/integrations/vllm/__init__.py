@@ -1,9 +1,8 @@
 """vLLM: after `register()`, the experts of bf16 models on vLLM's CPU backend run on our kernels.
 
-vLLM has several processes, and it has to be called in each of them, as vLLM does with an entry point of the group `vllm.general_plugins`; this package does not
-declare one yet. The layers' classes are tested with vLLM, a running engine is not. The environment variable MOE_CPU_VLLM switches:
-0 leaves vLLM as it is, "force" tries a vLLM that this module was not tested with. A layer that the kernels do not cover stays with vLLM's own experts; the
-log says, once for each kind of layer, which ones it has and why.
+vLLM calls it in each of its processes, for the installed package is an entry point of the group `vllm.general_plugins`. The environment variable MOE_CPU_VLLM
+switches: 0 leaves vLLM as it is, "force" tries a vLLM that this module was not tested with. A layer that the kernels do not cover stays with vLLM's own
+experts; the log says, once for each kind of layer, which ones it has and why.
 
 This module imports vLLM when it is called, its siblings when they are imported, and nothing else in the package does.
 """
