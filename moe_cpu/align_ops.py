@@ -32,7 +32,7 @@ def moe_align_block_size(
     threads = torch.get_num_threads()
     mine = ops.borrow()
     try:
-        needed = _scratch_bytes(num_experts, threads)
+        needed = _scratch_bytes(tokens * topk, length, num_experts, threads)
         if needed > mine.scratch_bytes:
             mine.grow(needed)
         status = lib.moe_align_block_size(
@@ -48,8 +48,8 @@ def moe_align_block_size(
 
 
 @functools.lru_cache
-def _scratch_bytes(num_experts: int, threads: int) -> int:
-    return int(native.library().moe_align_scratch_bytes(num_experts, threads))
+def _scratch_bytes(numel: int, length: int, num_experts: int, threads: int) -> int:
+    return int(native.library().moe_align_scratch_bytes(numel, length, num_experts, threads))
 
 
 def aligned_length(numel: int, block_size: int, num_experts: int, pad_sorted_ids: bool) -> int:

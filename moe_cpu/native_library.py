@@ -21,7 +21,7 @@ from moe_cpu.errors import (
     token_count_error,
 )
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 FILE_NAME = "libmoe_cpu.so"
 PATH_VARIABLE = "MOE_CPU_LIBRARY"
 
@@ -54,7 +54,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "moe_cache_bytes": (_i64, [_i32]),
     "moe_openmp_max_threads": (_i32, []),
     "moe_parallel_team": (_i32, [_i32]),
-    "moe_align_scratch_bytes": (_i64, [_i64, _i32]),
+    "moe_align_scratch_bytes": (_i64, [_i64, _i64, _i64, _i32]),
     "moe_align_block_size": (
         _i32,
         [_ptr, _i32] + [_i64] * 6 + [_ptr, _i64, _i64] + [_ptr] * 4 + [_i32, _ptr],

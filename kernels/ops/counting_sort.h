@@ -1,6 +1,9 @@
-// Building blocks of a stable counting sort of expert ids by a team: every member counts its share of the flattened ids, the counts are turned into
-// write positions per (expert, member), and every member writes its share again. Shares are in rank order, so positions stay ascending within an
-// expert for any size of the team.
+// Building blocks of a stable counting sort of expert ids by a team. The flattened ids are cut into parts; whoever has a part sorts it by itself, the
+// parts' counts then say where its runs go, and every run is copied there. Parts are in order, so positions stay ascending within an expert for any
+// number of them.
+//
+// A part is sorted in two passes, and in neither does a store's address hang on a load that an earlier store may have to feed: with the usual
+// `sorted[next[id]++] = position`, processors wait for one another's addresses, six times as long.
 #pragma once
 
 #include <cstdint>
@@ -43,43 +46,52 @@ struct BadId {
   int64_t flat, value;
 };
 
-// Adds the share's ids to counts[0 .. experts], where counts[id + 1] belongs to expert `id` and counts[0] to "no expert": one comparison then covers
-// both the -1 and the range. Stops at the first bad id.
+// Adds the part's ids to counts[0 .. experts], where counts[id + 1] belongs to expert `id` and counts[0] to "no expert": one comparison then covers
+// both the -1 and the range. ranks[i] becomes the number of the part's ids before its i-th that are the same. Stops at the first bad id.
 template <class Id>
-BadId count_ids(const IdView<Id>& ids, Share share, int64_t experts, int32_t* counts) {
+BadId count_ids(const IdView<Id>& ids, Share part, int64_t experts, int32_t* counts, int32_t* ranks) {
   BadId bad = {-1, 0};
-  ids.for_each(share, [&](int64_t flat, int64_t id) {
+  ids.for_each(part, [&](int64_t flat, int64_t id) {
     const uint64_t slot = static_cast<uint64_t>(id) + 1;
     if (slot > static_cast<uint64_t>(experts)) {
       bad = {flat, id};
       return false;
     }
-    ++counts[slot];
+    ranks[flat - part.begin] = counts[slot]++;
     return true;
   });
   return bad;
 }
 
-// For the experts of the share: counts[rank * stride + e] of every member becomes the sum over the members before it, totals[e] the sum over all.
-inline void scan_members(int32_t* counts, int64_t stride, int team, Share experts, int32_t* totals) {
+// begins[slot] = sum of the counts before it.
+inline void sum_before(const int32_t* counts, int64_t slots, int32_t* begins) {
+  int32_t sum = 0;
+  for (int64_t slot = 0; slot < slots; ++slot) {
+    begins[slot] = sum;
+    sum += counts[slot];
+  }
+}
+
+// The part's positions, grouped by slot.
+template <class Id>
+void group_positions(const IdView<Id>& ids, Share part, const int32_t* begins, const int32_t* ranks, int32_t* grouped) {
+  ids.for_each(part, [&](int64_t flat, int64_t id) {
+    grouped[begins[id + 1] + ranks[flat - part.begin]] = static_cast<int32_t>(flat);
+    return true;
+  });
+}
+
+// For the experts of the share: counts[part * stride + e] of every part becomes the sum over the parts before it, totals[e] the sum over all.
+inline void scan_parts(int32_t* counts, int64_t stride, int64_t parts, Share experts, int32_t* totals) {
   for (int64_t e = experts.begin; e < experts.end; ++e) totals[e] = 0;
-  for (int rank = 0; rank < team; ++rank) {
-    int32_t* const own = counts + rank * stride;
+  for (int64_t part = 0; part < parts; ++part) {
+    int32_t* const own = counts + part * stride;
     for (int64_t e = experts.begin; e < experts.end; ++e) {
       const int32_t count = own[e];
       own[e] = totals[e];
       totals[e] += count;
     }
   }
-}
-
-// sorted[next[id]++] = flat position, for every id of the share that names an expert.
-template <class Id>
-void scatter_positions(const IdView<Id>& ids, Share share, int32_t* next, int32_t* sorted) {
-  ids.for_each(share, [&](int64_t flat, int64_t id) {
-    if (id >= 0) sorted[next[id]++] = static_cast<int32_t>(flat);
-    return true;
-  });
 }
 
 }  // namespace moe

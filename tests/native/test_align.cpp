@@ -69,7 +69,7 @@ Answer run(const Case& c, Order order, int threads) {
   answer.out.sorted.assign(static_cast<size_t>(c.sorted_len()), kUntouched);
   answer.out.experts.assign(static_cast<size_t>(c.blocks_len()), kUntouched);
   // Dirty, exactly large enough, and not on a cache line.
-  std::vector<char> scratch(static_cast<size_t>(moe_align_scratch_bytes(c.experts, threads)), '\x5a');
+  std::vector<char> scratch(static_cast<size_t>(moe_align_scratch_bytes(c.tokens * c.topk, c.sorted_len(), c.experts, threads)), '\x5a');
   answer.status = moe_align_block_size(stored.data(), sizeof(Id) == 8 ? MOE_I64 : MOE_I32, c.tokens, c.topk, stride_token, stride_slot, c.block_size,
                                        c.experts, c.expert_map, c.sorted_len(), c.blocks_len(), answer.out.sorted.data(), answer.out.experts.data(),
                                        &answer.out.post_pad, scratch.data(), threads, answer.info);
@@ -155,6 +155,7 @@ TEST(align_teams_of_every_size) {
   agrees(none, {1, 4, 8});
   agrees(random_case(12000, 6, 1, 60, 12), {4, 7});
   agrees(random_case(40, 2, 9000, 70, 13), {1, 5, 8});  // nearly all of it is padding
+  agrees(random_case(20000, 8, 4, 20000, 14), {1, 3});    // more experts than ids in a usual part
 }
 
 TEST(align_maps_every_block) {
@@ -200,7 +201,7 @@ TEST(align_refuses_what_int32_cannot_hold) {
   CHECK(refused(8, 1, largest, 2, 8, 1, MOE_I32, MOE_TOO_LARGE, 8 + 2 * (largest - 1)));
   CHECK(refused(INT64_MAX, INT64_MAX, 1, 1, 8, 8, MOE_I32, MOE_TOO_LARGE, INT64_MAX));
   CHECK(refused(8, 1, INT64_MAX, INT64_MAX, 8, 1, MOE_I32, MOE_TOO_LARGE, INT64_MAX));
-  CHECK(moe_align_scratch_bytes(INT64_MAX, 4) > 0 && moe_align_scratch_bytes(-5, -5) > 0);
+  CHECK(moe_align_scratch_bytes(INT64_MAX, INT64_MAX, INT64_MAX, 4) > 0 && moe_align_scratch_bytes(-5, -5, -5, -5) > 0);
 }
 
 TEST(align_refuses_bad_arguments) {

@@ -13,7 +13,7 @@ extern "C" {
 #endif
 
 // Bumped whenever a struct below or the packed layout changes; the Python side refuses a library of another version.
-#define MOE_ABI_VERSION 1
+#define MOE_ABI_VERSION 2
 
 enum moe_status {
   MOE_OK = 0,
@@ -47,8 +47,8 @@ MOE_API int32_t moe_parallel_team(int32_t threads);   // the team size that a re
 
 // ---- align ------------------------------------------------------------------------------------------------------------------------------
 // See moe_cpu/align.py. ids may have any strides (in elements). expert_map is NULL or [num_experts] int32. `scratch` needs
-// moe_align_scratch_bytes(num_experts, threads) bytes.
-MOE_API int64_t moe_align_scratch_bytes(int64_t num_experts, int32_t threads);
+// moe_align_scratch_bytes(tokens * topk, sorted_len, num_experts, threads) bytes.
+MOE_API int64_t moe_align_scratch_bytes(int64_t numel, int64_t sorted_len, int64_t num_experts, int32_t threads);
 MOE_API int32_t moe_align_block_size(const void* ids, int32_t ids_dtype, int64_t tokens, int64_t topk, int64_t stride_token, int64_t stride_slot,
                                      int64_t block_size, int64_t num_experts, const int32_t* expert_map, int64_t sorted_len, int64_t blocks_len,
                                      int32_t* sorted_token_ids, int32_t* expert_ids, int32_t* num_tokens_post_pad, void* scratch, int32_t threads,
