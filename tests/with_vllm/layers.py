@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import torch
-from strategies import Case
+from strategies import Case, make_case
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
@@ -21,6 +21,14 @@ ACTIVATIONS = {
     "relu2": "relu2_no_mul",
 }
 _names = (f"experts_{i}" for i in itertools.count())
+
+
+def vllm_case(**options: Any) -> Case:
+    """A case whose biases have the dtype of vLLM's parameters."""
+    case = make_case(**options)
+    if case.w1_bias is None or case.w2_bias is None:
+        return case
+    return case.with_(w1_bias=case.w1_bias.bfloat16(), w2_bias=case.w2_bias.bfloat16())
 
 
 def new_layer(case: Case, **options: Any) -> Any:

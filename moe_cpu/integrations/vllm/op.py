@@ -5,10 +5,12 @@ vLLM brings the memory of the result, and its compiled graphs trace straight int
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from moe_cpu import ops
+from moe_cpu import ops, pack_ops
 from moe_cpu.errors import dtype_error, shape_error
 from moe_cpu.packing import PackedExperts
 
@@ -19,6 +21,34 @@ _library.define(
 )
 
 
+@functools.cache
+def _forms(E: int, K: int, I: int, gate_layout: str) -> tuple[tuple[torch.dtype, tuple[int, int]], ...]:
+    """Dtype and shape of packed w1, w2 and their biases."""
+    N = I if gate_layout == "none" else 2 * I
+    return (
+        (torch.bfloat16, (E, pack_ops.packed_elements(N, K, gate_layout))),
+        (torch.bfloat16, (E, pack_ops.packed_elements(K, I, "none"))),
+        (torch.float32, (E, N)),
+        (torch.float32, (E, K)),
+    )
+
+
+def _packed(
+    w1: Tensor, w2: Tensor, w1_bias: Tensor | None, w2_bias: Tensor | None, K: int, I: int, gate_layout: str
+) -> PackedExperts:
+    """`PackedExperts.from_tensors`, which takes as long as a small layer, only for what it would refuse or copy.
+
+    Looks every time and keeps nothing: weights that are loaded anew take the place of the old ones in the same parameters.
+    """
+    tensors = (w1, w2, w1_bias, w2_bias)
+    for tensor, (dtype, shape) in zip(tensors, _forms(w1.shape[0], K, I, gate_layout), strict=True):
+        if tensor is not None and not (
+            tensor.shape == shape and tensor.dtype is dtype and tensor.is_contiguous() and tensor.is_cpu
+        ):
+            return PackedExperts.from_tensors(*tensors, K, I, gate_layout)
+    return PackedExperts(*tensors, K, I, gate_layout)
+
+
 def _experts_into(
     out: Tensor, x: Tensor, w1: Tensor, w2: Tensor, w1_bias: Tensor | None, w2_bias: Tensor | None, K: int, I: int,
     gate_layout: str, topk_weights: Tensor | None, topk_ids: Tensor, expert_map: Tensor | None, activation: str,
@@ -27,7 +57,7 @@ def _experts_into(
         raise shape_error("out", "[M, K]", x.shape, out.shape)
     if out.dtype != x.dtype:
         raise dtype_error("out", "the dtype of hidden_states", out.dtype)
-    packed = PackedExperts.from_tensors(w1, w2, w1_bias, w2_bias, K, I, gate_layout)
+    packed = _packed(w1, w2, w1_bias, w2_bias, K, I, gate_layout)
     direct = out.is_contiguous()
     result = ops.fused_experts(
         x,
