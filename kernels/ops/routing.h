@@ -10,6 +10,7 @@ namespace moe {
 
 struct Routing {
   int32_t* local;       // [tokens * topk] local expert of every pair, -1 = skipped; null for a batched layer
+  int32_t* ranks;       // [tokens * topk] pairs of the same expert before this one; null for a batched layer
   int32_t* rows;        // [tokens * topk] flat positions grouped by expert, ascending within one
   int64_t* offsets;     // [experts + 1] where each expert's group begins in `rows`
   int32_t* active;      // [experts] those with rows, most rows first

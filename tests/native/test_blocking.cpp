@@ -154,7 +154,7 @@ TEST(blocking_scratch_memory_is_bounded) {
       for (int threads : {1, 2, 64}) {
         const int64_t own = kMostTaskRows * (hidden * element + kGroupPanels * kPanelCols * 4) + 64 * kKiB;
         for (int64_t tokens : {0, 1, 2, 16, 256, 1024, 4096, 32768, 262144}) {
-          const int64_t pairs = tokens * layer.topk, routing = 8 * pairs + 64 * kKiB;
+          const int64_t pairs = tokens * layer.topk, routing = 12 * pairs + 64 * kKiB;
           const int64_t h = pairs * intermediate * element;
           const int64_t reduced = layer_scratch(isa, threads, tokens, layer.topk, layer.hidden, layer.intermediate, MOE_REDUCED);
           CHECK(reduced > 0 && reduced <= 64 * kMiB + pairs * hidden * 2 + h + routing + threads * own);
