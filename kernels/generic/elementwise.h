@@ -30,13 +30,11 @@ void gather(const GatherRows& g) {
     Block* to = block + r * kStep;
     int64_t k = 0;
     for (; k < whole_end; k += kStep, to += g.rows * kStep) {
-      for (int half = 0; half < kStep; half += kLanes) {
-        if (sizeof(Block) == 2 && g.dtype == MOE_BF16) {
-          store(to + half, load<U16>(static_cast<const uint16_t*>(g.x) + g.offsets[r] + k + half));
-        } else {
-          store_block(to + half, load_as_f32(g.x, g.dtype, g.offsets[r] + k + half, kLanes));
-        }
+      if (sizeof(Block) == 2 && g.dtype == MOE_BF16) {
+        std::memcpy(to, static_cast<const uint16_t*>(g.x) + g.offsets[r] + k, kStep * sizeof(Block));  // a line
+        continue;
       }
+      for (int half = 0; half < kStep; half += kLanes) store_block(to + half, load_as_f32(g.x, g.dtype, g.offsets[r] + k + half, kLanes));
     }
     for (; k < g.k; k += kStep, to += g.rows * kStep) {
       for (int half = 0; half < kStep; half += kLanes) {
@@ -66,16 +64,18 @@ void activate(const Activate& a) {
   }
 }
 
+// Row by row, so that neighbouring lines reach memory together.
 inline void store_rows(const StoreRows& s) {
-  for (int first = 0; first < s.columns; first += kLanes) {
-    const int count = s.columns - first < kLanes ? s.columns - first : kLanes;
-    const F32 bias = s.bias ? load_first<F32>(s.bias + first, count) : F32{};
-    for (int r = 0; r < s.rows; ++r) {
-      const F32 value = load<F32>(s.c + r * kPanelCols + first) + bias;
+  const auto count = [&](int first) { return s.columns - first < kLanes ? s.columns - first : kLanes; };
+  F32 bias[kPanelCols / kLanes] = {};
+  for (int first = 0; s.bias && first < s.columns; first += kLanes) bias[first / kLanes] = load_first<F32>(s.bias + first, count(first));
+  for (int r = 0; r < s.rows; ++r) {
+    for (int first = 0; first < s.columns; first += kLanes) {
+      const F32 value = load<F32>(s.c + r * kPanelCols + first) + bias[first / kLanes];
       if (s.streamed) {
         stream(static_cast<float*>(s.out) + s.offsets[r] + first, value);
       } else {
-        store_from_f32(s.out, s.dtype, s.offsets[r] + first, count, value);
+        store_from_f32(s.out, s.dtype, s.offsets[r] + first, count(first), value);
       }
     }
   }
