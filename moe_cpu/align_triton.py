@@ -11,13 +11,14 @@ The host cannot see an id without waiting for the GPU, so an id out of range is 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_cpu.triton_program import Launcher, Program, program
+from moe_cpu.triton_program import Program, Series, Step, addresses_of, current_stream, program
 
 # Ids up to which every expert's program may count them all, at most this many at a time.
 _ONE_KERNEL, _SLICE = 4096, 1024
@@ -161,7 +162,7 @@ def _place(
 
 
 class Sort:
-    """The launches that group `numel` ids.
+    """The steps that group `numel` ids.
 
     Args:
         device: index of the GPU, -1 in the interpreter.
@@ -213,31 +214,32 @@ class Sort:
             ),
         )  # fmt: skip
 
-    def __call__(
-        self, launch: Launcher, ids: object, map: object, names: object, sorted_ids: object, expert_ids: object, used: object,
-        counts: object,
-    ) -> None:  # fmt: skip
-        """Writes the three results of `moe_cpu.align.moe_align_block_size` to given memory, whose content before does not matter.
+    def steps(
+        self, ids: int, map: int, names: int, sorted_ids: int, expert_ids: int, used: int, counts: int
+    ) -> list[Step]:
+        """What writes the three results of `moe_cpu.align.moe_align_block_size` to given memory, whose content before does not matter.
 
-        Args:
-            launch: what the pointers here are for.
+        Args: places in the table of pointers.
             ids: contiguous.
             map: `[num_ids]`, id -> expert, before sorting; what it maps outside [0, num_experts) is left out. None: an id is its expert.
             names: `[num_experts]`, what a block's entry of `expert_ids` says for an expert. None: the expert itself.
             counts: scratch memory.
         """
+        results = (sorted_ids, expert_ids, used)
         if self.scratch == 0:
-            launch(self.programs[0], self.grid, ids, map, names, sorted_ids, expert_ids, used, *self.numbers)
-            return
+            return [Step(self.programs[0], self.grid, (ids, map, names, *results), self.numbers)]
         count, place = self.programs
-        launch(count, self.grid, ids, map, counts, sorted_ids, *self.counted)
-        launch(place, self.grid, ids, map, names, counts, sorted_ids, expert_ids, used, *self.numbers)
+        return [
+            Step(count, self.grid, (ids, map, counts, sorted_ids), self.counted),
+            Step(place, self.grid, (ids, map, names, counts, *results), self.numbers),
+        ]
 
 
 @functools.lru_cache(maxsize=1024)
-def sort_for(*what: object) -> Sort:
-    """A `Sort` that is kept."""
-    return Sort(*what)  # type: ignore[arg-type]
+def _series_for(device: int, *what: Any) -> tuple[Series, int]:
+    """The launches of `align`, whose tables are ids, no map, names, the results and scratch memory; and how much of that."""
+    sort = Sort(device, *what)
+    return Series(sort.steps(*range(7))), sort.scratch
 
 
 def align(
@@ -248,14 +250,17 @@ def align(
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return align(topk_ids, block_size, num_experts, expert_map, length)
-    ids, blocks = topk_ids.contiguous(), triton.cdiv(length, block_size)
-    sort = sort_for(
+    ids, blocks = topk_ids.contiguous(), -(-length // block_size)
+    series, scratch = _series_for(
         device, ids.numel(), block_size, num_experts, num_experts, length, blocks, ids.dtype, None,
         None if expert_map is None else expert_map.dtype,
     )  # fmt: skip
-    sizes = (length, blocks, 1, sort.scratch)
-    results = [torch.empty(n, dtype=torch.int32, device=ids.device) for n in sizes]
-    launch = Launcher(device, sort.programs, (ids, expert_map, *results))
-    at, names, *pointers = launch.pointers
-    sort(launch, at, None, names, *pointers)
-    return results[0], results[1], results[2]
+    sorted_ids, expert_ids, used = (ids.new_empty(n, dtype=torch.int32) for n in (length, blocks, 1))
+    counts = ids.new_empty(scratch, dtype=torch.int32) if scratch else None
+    table = (ids, None, expert_map, sorted_ids, expert_ids, used, counts)
+    addresses, aligned = addresses_of(table)
+    if aligned and series.ready:
+        series.direct(current_stream(device), addresses)
+    else:
+        series.through_triton(aligned, table)
+    return sorted_ids, expert_ids, used

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from moe_cpu.checks import FLOAT_DTYPES, ID_DTYPES, activation_width, check_weight_on_input, is_packed
-from moe_cpu.errors import ArgumentError, device_error, dtype_error, dtype_name, shape_error
+from moe_cpu.errors import ArgumentError, DeviceError, device_error, dtype_error, dtype_name, shape_error
 
 
 def explain_call(
@@ -40,11 +40,14 @@ def explain_call(
         if not isinstance(value, torch.Tensor):
             wanted = "a tensor, or PackedExperts with w2=None" if name in ("w1", "w2") else "a tensor"
             raise ArgumentError(f"{name}: expected {wanted}, got {type(value).__name__}")
+    if packed and not x.is_cpu:
+        raise DeviceError(
+            f"hidden_states: expected device cpu, where PackedExperts always are, got {x.device}; pass hidden_states, topk_weights and topk_ids "
+            f"on the cpu, or dense weights on {x.device} (PackedExperts.unpack() gives them on the cpu)"
+        )
     for name, value in tensors.items():
         if value.device != x.device:
             raise device_error(name, x.device, value.device)
-    if packed and not x.is_cpu:
-        raise device_error("w1 (PackedExperts)", x.device, "cpu")
     if x.dim() != 2:
         raise shape_error(
             "hidden_states", "[M, K]", (), x.shape, hint="flatten batch and sequence: x.view(-1, x.size(-1))"

@@ -24,6 +24,8 @@ from moe_cpu.prepare_finalize import MoEPrepareAndFinalizeNoEP
 # The dictionary behind os.environ. For a name that is not set, os.environ raises and catches two exceptions, which takes longer than checking a whole call.
 _environment: Any = getattr(os.environ, "_data", None)
 _BACKEND = os.environ.encodekey(ENVIRONMENT_VARIABLE)
+# The backend asked for -> the experts that checked calls on a GPU got.
+_gpu: dict[str, Any] = {}
 
 
 def fused_experts(
@@ -85,6 +87,15 @@ def fused_experts(
         )  # fmt: skip
         return hidden_states.copy_(recorded) if inplace else recorded
     name = "auto" if backend == "auto" and _none_requested() else requested(backend)
+    if (
+        _gpu and getattr(hidden_states, "is_cuda", False) and name in _gpu and not inplace and not apply_router_weight_on_input
+        and not (torch.is_grad_enabled() and _wants_gradient(hidden_states, topk_weights, w1, w2, w1_bias, w2_bias))
+    ):  # fmt: skip
+        done = _gpu[name].known(
+            hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map, w1_bias, w2_bias
+        )  # fmt: skip
+        if done is not None:
+            return done
     # What is packed comes from the native library and only it reads it as it is: there is nothing to choose.
     mine = name == "auto" or name == "native"
     packed = at_hand(w1, w2, w1_bias, w2_bias, activation) if mine else None
@@ -108,6 +119,7 @@ def fused_experts(
         chosen = experts.backend_for(hidden_states, w1, w2, activation, w1_bias, w2_bias)
         if chosen.name != "native":
             if chosen.name == "triton" and size.M > 0 and size.topk > 0 and not inplace:
+                _gpu[name] = chosen
                 return _on_gpu(
                     chosen, size, hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input,
                     global_num_experts, expert_map, w1_bias, w2_bias,
@@ -180,11 +192,14 @@ def _none_requested() -> bool:
     return _environment is not None and _BACKEND not in _environment
 
 
-def _wants_gradient(x: Any, topk_weights: Any, w1: Any, w2: Any) -> bool:
+def _wants_gradient(
+    x: Any, topk_weights: Any, w1: Any, w2: Any, w1_bias: Any = None, w2_bias: Any = None
+) -> bool:
     """Whether one of them requires a gradient, whatever they are."""
     return bool(
         getattr(x, "requires_grad", False) or getattr(topk_weights, "requires_grad", False)
         or getattr(w1, "requires_grad", False) or getattr(w2, "requires_grad", False)
+        or getattr(w1_bias, "requires_grad", False) or getattr(w2_bias, "requires_grad", False)
     )  # fmt: skip
 
 

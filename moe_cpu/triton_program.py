@@ -1,4 +1,4 @@
-"""Launching a kernel without Triton's own look at every argument.
+"""Launching kernels without Triton's own look at every argument.
 
 ``kernel[grid](...)`` finds the machine code that suits the dtypes, the alignment and the divisibility of its arguments. On the host that takes tens of
 microseconds, longer than a layer of one token runs. Where all of that is known to be what it was, the compiled kernel is launched as it is.
@@ -7,7 +7,8 @@ microseconds, longer than a layer of one token runs. Where all of that is known 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,19 +21,15 @@ class Program:
     """One kernel with its compile-time values, for arguments of one kind.
 
     Attributes:
-        compiled: the machine code, from the first launch on; always None in Triton's interpreter.
+        compiled: the machine code, from the first launch with usual arguments on; always None in Triton's interpreter.
+        values: the compile-time values in the order of the kernel's parameters, which stand behind the arguments that change.
     """
 
     def __init__(self, kernel: Any, constants: dict[str, Any], options: dict[str, int]) -> None:
         self.kernel, self.options = kernel, options
-        # In the order of the kernel's parameters, behind the arguments that change.
         self.constants = {name: constants[name] for name in kernel.arg_names if name in constants}
+        self.values = tuple(self.constants.values())
         self.compiled: Any = None
-        self._values = tuple(self.constants.values())
-
-    def direct(self, grid: tuple[int, int, int], stream: int, *arguments: Any) -> None:
-        """Launches machine code; an address stands for a tensor."""
-        self.compiled[grid](*arguments, *self._values, stream=stream)
 
     def through_triton(self, grid: tuple[int, int, int], keep: bool, *arguments: Any) -> None:
         """Launches on the current stream as Triton does, compiling where needed; keeps the machine code when the arguments are the usual, aligned ones."""
@@ -54,35 +51,68 @@ def program(
     return Program(kernel, dict(constants), {"num_warps": warps, "num_stages": stages})
 
 
-class Launcher:
-    """Launches programs one after the other, either way.
-
-    Args:
-        device: index of the GPU, -1 in the interpreter.
-        programs: those that will be launched.
-        tensors: the tensors, or None, that they take, but for those inside blocks that are aligned anyway.
-    """
+class Step:
+    """One launch of a series: a program, its grid and its numbers, and which entries of the series' table of pointers go before them."""
 
     def __init__(
-        self, device: int, programs: Sequence[Program], tensors: Sequence[torch.Tensor | None]
+        self, program: Program, grid: tuple[int, int, int], pointers: Sequence[int], numbers: Sequence[int]
     ) -> None:
-        self.addresses = [None if t is None else t.data_ptr() for t in tensors]
-        together = 0
-        for address in self.addresses:
-            together |= address or 0
-        self.aligned = together % _ALIGNMENT == 0
-        self.direct = self.aligned and device >= 0
-        for one in programs:
-            if one.compiled is None:
-                self.direct = False
-        self.pointers: Sequence[Any] = self.addresses if self.direct else tensors
-        self.stream = current_stream(device)
+        self.program, self.grid, self.numbers = program, grid, tuple(numbers)
+        self.pick = itemgetter(*pointers)
+        self._tail = (*numbers, *program.values)
+        self._launch: Callable[..., None]
 
-    def __call__(self, program: Program, grid: tuple[int, int, int], *arguments: Any) -> None:
-        if self.direct:
-            program.direct(grid, self.stream, *arguments)
+    def through_triton(self, keep: bool, table: Sequence[Any]) -> None:
+        """Launches on the current stream, with tensors for pointers."""
+        self.program.through_triton(self.grid, keep, *self.pick(table), *self.numbers)
+
+    def prepare(self) -> bool:
+        """Makes `direct` ready if there is machine code."""
+        if self.program.compiled is None:
+            return False
+        self._launch = self.program.compiled[self.grid]
+        return True
+
+    def direct(self, stream: int, table: Sequence[Any]) -> None:
+        """Launches the machine code, with addresses for pointers."""
+        self._launch(*self.pick(table), *self._tail, stream=stream)
+
+
+class Series:
+    """Steps that run one after the other on the current device.
+
+    Attributes:
+        ready: whether addresses will do for tensors: after a series of aligned tensors went through Triton.
+    """
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.steps = tuple(steps)
+        self.ready = False
+
+    def through_triton(self, keep: bool, table: Sequence[Any]) -> None:
+        """Launches on the current stream, with tensors for pointers. `keep`: all of them are aligned, so the machine code may be used again."""
+        for step in self.steps:
+            step.through_triton(keep, table)
+        self.ready = keep and all([step.prepare() for step in self.steps])
+
+    def direct(self, stream: int, table: Sequence[Any]) -> None:
+        """Launches on a stream, with addresses for pointers."""
+        for step in self.steps:
+            step.direct(stream, table)
+
+
+def addresses_of(tensors: Iterable[torch.Tensor | None]) -> tuple[list[Any], bool]:
+    """Addresses, None where there is no tensor, and whether machine code for the usual alignment may have them."""
+    addresses: list[int | None] = []
+    together = 0
+    for tensor in tensors:
+        if tensor is None:
+            addresses.append(None)
         else:
-            program.through_triton(grid, self.aligned, *arguments)
+            address = tensor.data_ptr()
+            together |= address
+            addresses.append(address)
+    return addresses, together % _ALIGNMENT == 0
 
 
 def current_stream(device: int) -> int:

@@ -7,8 +7,8 @@ import torch
 from calls import call
 from strategies import Case, generator, make_case, route
 
-from moe_cpu import PackedExperts, fused_experts, moe_align_block_size
-from moe_cpu.errors import BackendUnavailable, DeviceError, ExpertIdError, NoBackward
+from moe_cpu import PackedExperts, functional, fused_experts, moe_align_block_size
+from moe_cpu.errors import BackendUnavailable, DeviceError, ExpertIdError, NoBackward, ShapeError
 from moe_cpu.experts import list_backends
 from moe_cpu.experts.cpu import SelectedExperts
 from moe_cpu.experts.triton import TritonExperts
@@ -143,6 +143,22 @@ def test_later_launches_go_past_triton(M, monkeypatch):
     run(second)
     assert torch.equal(first, second)
     case.check(second.cpu())
+
+
+@pytest.mark.parametrize("M", [1, 3, 40, 700])
+def test_later_calls_are_not_checked_again(M, monkeypatch):
+    """Until something about them is another."""
+    case, other = (make_case(M=M, K=128, I=64, E=8, topk=8, routing="some_skipped", seed=s) for s in (19, 20))
+    gpu = moved(case)
+    case.check(call(gpu).cpu())
+    monkeypatch.setattr(functional, "check_call", None)
+    monkeypatch.setattr(triton_program.Program, "through_triton", None)
+    other.check(call(moved(other)).cpu())
+    monkeypatch.undo()
+    with pytest.raises(ShapeError, match="topk_ids"):
+        call(gpu.with_(topk_ids=gpu.topk_ids[:0]))
+    with pytest.raises(NoBackward, match="triton"):
+        call(gpu.with_(w1=gpu.w1.requires_grad_()))
 
 
 @pytest.mark.parametrize("M", [1, 40])

@@ -97,11 +97,11 @@ def test_align_in_parts(M, E, topk, block, parts, monkeypatch):
     monkeypatch.setattr(align_triton, "_PARTS", parts)
     monkeypatch.setattr(align_triton, "_SMALL", (64, 4))
     monkeypatch.setattr(align_triton, "_LARGE", (128, 4))
-    align_triton.sort_for.cache_clear()
+    align_triton._series_for.cache_clear()
     rng = generator(M)
     check_align(route(M, E, topk, rng, "some_skipped"), block, E)
     check_align(route(M, E, topk, rng, "one_expert"), block, E, torch.arange(E, dtype=torch.int32) - 1)
-    align_triton.sort_for.cache_clear()
+    align_triton._series_for.cache_clear()
 
 
 def test_align_leaves_out_ids_out_of_range():
@@ -211,30 +211,6 @@ def test_an_id_out_of_range_is_skipped_or_refused_on_request():
 
     with pytest.raises(ExpertIdError, match=r"topk_ids\[2, 1\].*got 9"):
         run(case.with_(topk_ids=ids), check_ids=True)
-
-
-def test_after_the_first_launch_addresses_go_to_the_machine_code():
-    from moe_cpu.triton_program import Program
-
-    seen = []
-
-    class Kernel:
-        arg_names = ("pointer", "number", "BLOCK")
-
-        def __getitem__(self, grid):
-            def launch(*arguments, **values):
-                seen.append((grid, arguments, values))
-                return self
-
-            return launch
-
-    program = Program(Kernel(), {"BLOCK": 8}, {"num_warps": 4, "num_stages": 3})
-    program.through_triton((2, 1, 1), False, "tensor", 5)
-    assert program.compiled is None
-    program.through_triton((2, 1, 1), True, "tensor", 5)
-    program.direct((2, 1, 1), 77, 4096, 5)
-    usual = ((2, 1, 1), ("tensor", 5), {"BLOCK": 8, "num_warps": 4, "num_stages": 3})
-    assert seen == [usual, usual, ((2, 1, 1), (4096, 5, 8), {"stream": 77})]
 
 
 def test_scratch_is_reused():

@@ -10,7 +10,7 @@ from calls import pack
 from strategies import make_case
 
 from moe_cpu import FusedMoEModularKernel, MoEPrepareAndFinalizeNoEP, fused_experts
-from moe_cpu.errors import BackendUnavailable
+from moe_cpu.errors import BackendUnavailable, DeviceError
 from moe_cpu.experts.triton import TritonExperts
 
 
@@ -33,6 +33,16 @@ def test_a_pack_is_refused_with_both_sides_and_the_way_out(device):
             call()
     with pytest.raises(BackendUnavailable, match=r"triton.*got a PackedExperts"):
         fused_experts(case.x, packed, None, case.topk_weights, case.topk_ids, backend="triton")
+
+
+@pytest.mark.parametrize("others", ["cpu", "meta"])
+def test_a_pack_is_for_tokens_on_the_cpu(others):
+    """A pack has no `.to(...)`: what can move are the tokens, and unpacked weights."""
+    case = make_case(M=3, seed=21)
+    ids, weights = case.topk_ids.to(others), case.topk_weights.to(others)
+    message = r"hidden_states: expected device cpu.*got meta; pass hidden_states.*on the cpu, or dense weights on meta \(PackedExperts.unpack\(\)"
+    with pytest.raises(DeviceError, match=message):
+        fused_experts(case.x.to("meta"), pack(case), None, weights, ids)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter takes CPU tensors")

@@ -119,10 +119,8 @@ class TritonExperts(FusedMoEPermuteExpertsUnpermute):
         if hidden_states.dim() == 3:
             check_batched_call(hidden_states, w1, w2, activation, expert_num_tokens, w1_bias, w2_bias)
             self._admit(hidden_states, w1, w2, activation)
-            from moe_cpu.experts import triton_layer
-
             out = result_memory(hidden_states.shape, hidden_states.dtype, hidden_states.device, workspace13)
-            triton_layer.batched(
+            self._layers.batched(
                 self._scratch, self.plan, out, hidden_states, w1, w2, expert_num_tokens, activation, w1_bias, w2_bias
             )  # fmt: skip
             return out
@@ -134,7 +132,7 @@ class TritonExperts(FusedMoEPermuteExpertsUnpermute):
             self._check_ids(topk_ids, global_num_experts, size.E, expert_map)
         shape = (size.M, size.topk, size.K)
         out = result_memory(shape, hidden_states.dtype, hidden_states.device, workspace13)
-        self._routed(
+        self._layers.routed(
             self._scratch, self.plan, out, hidden_states, w1, w2, None, topk_ids, activation, expert_map, w1_bias, w2_bias
         )  # fmt: skip
         return out
@@ -193,9 +191,22 @@ class TritonExperts(FusedMoEPermuteExpertsUnpermute):
         """
         if self.check_ids:
             self._check_ids(topk_ids, global_num_experts, E, expert_map)
-        self._routed(
-            self._scratch, self.plan, output, x, w1, w2, topk_weights, topk_ids, activation, expert_map, w1_bias, w2_bias,
-            reduce=True,
+        self._layers.routed(
+            self._scratch, self.plan, output, x, w1, w2, topk_weights, topk_ids, activation, expert_map, w1_bias, w2_bias
+        )  # fmt: skip
+
+    def known(
+        self, x: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any, activation: Any, global_num_experts: Any,
+        expert_map: Any, w1_bias: Any, w2_bias: Any,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """The weighted sum `[M, K]`, for arguments like those of a checked call before; None, with nothing done, for all others, whatever they are.
+
+        Whether a gradient is wanted is not looked at.
+        """
+        if self.check_ids:
+            return None
+        return self._layers.known(
+            self._scratch, self.plan, x, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map, w1_bias, w2_bias
         )  # fmt: skip
 
     def _refuse_packed(self, x: torch.Tensor, w1: Any, w2: Any, activation: str) -> None:
@@ -211,10 +222,11 @@ class TritonExperts(FusedMoEPermuteExpertsUnpermute):
             self._admitted.add(kind)
 
     @functools.cached_property
-    def _routed(self) -> Any:
+    def _layers(self) -> Any:
+        """The module that needs Triton, which a machine that does not use this backend may lack."""
         from moe_cpu.experts import triton_layer
 
-        return triton_layer.routed
+        return triton_layer
 
     def _check_ids(
         self, topk_ids: torch.Tensor, global_num_experts: int, E: int, expert_map: torch.Tensor | None

@@ -99,7 +99,7 @@ def graph_times(layer: Layer, M: int, plan: Plan | None, rounds: int) -> list[fl
     def call(number: int) -> None:
         w1, w2, b1, b2 = layer.weights[number]
         triton_layer.routed(
-            scratch, plan, out, static[0], w1, w2, static[1], static[2], layer.shape.activation, None, b1, b2, reduce=True
+            scratch, plan, out, static[0], w1, w2, static[1], static[2], layer.shape.activation, None, b1, b2
         )  # fmt: skip
 
     side = torch.cuda.Stream()
@@ -168,7 +168,7 @@ def compile_part(part: int, parts: int) -> None:
         x, weights, ids = layer.inputs(M)
         try:
             triton_layer.routed(
-                DeviceScratch(), plan, torch.empty_like(x), x, w1, w2, weights, ids, shape.activation, None, b1, b2, reduce=True
+                DeviceScratch(), plan, torch.empty_like(x), x, w1, w2, weights, ids, shape.activation, None, b1, b2
             )  # fmt: skip
         except Exception as error:
             print(f"  {plan}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
