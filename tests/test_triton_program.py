@@ -72,6 +72,7 @@ def machine(monkeypatch):
             made.append(self.compiled)
 
     monkeypatch.setattr(triton_program.Program, "through_triton", keeps)
+    monkeypatch.setattr(triton_program, "_KNOWN_INSIDE", ())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     caches = (triton_program.program, align_triton._series_for)
     for clear in (triton_layer._forms.clear, *(cache.cache_clear for cache in caches)):
@@ -96,7 +97,8 @@ def checked(experts: TritonExperts, case: Case) -> torch.Tensor:
     return out
 
 
-def test_after_the_first_launch_addresses_go_to_the_machine_code():
+def test_after_the_first_launch_addresses_go_to_the_machine_code(monkeypatch):
+    monkeypatch.setattr(triton_program, "_KNOWN_INSIDE", ())
     seen = []
 
     class Kernel:
@@ -117,6 +119,36 @@ def test_after_the_first_launch_addresses_go_to_the_machine_code():
     series.direct(77, [4096, 0, 8192])
     usual = ((2, 1, 1), ("c", "a", 5), {"BLOCK": 8, "num_warps": 4, "num_stages": 3})
     assert seen == [usual, usual, ((2, 1, 1), (8192, 4096, 5, 8), {"stream": 77})]
+
+
+@pytest.mark.parametrize(
+    ("release", "past"), [("3.6.0", True), ("3.6.1+cu130", True), ("3.5.1", False), ("3.60.0", False)]
+)
+def test_only_known_releases_are_launched_without_their_hooks(release, past, monkeypatch):
+    """And none while a profiler listens."""
+    seen = []
+
+    class Code:
+        function, packed_metadata = 11, (4, 1, 0)
+
+        def __getitem__(self, grid):
+            return lambda *arguments, stream: seen.append((grid, arguments, stream))
+
+        def run(self, *everything):
+            seen.append(everything)
+
+    monkeypatch.setattr(triton_program.triton, "__version__", release)
+    launch = triton_program._launcher(Code(), (2, 3, 1))
+    usual, direct = ((2, 3, 1), (4096, 5), 77), (2, 3, 1, 77, 11, (4, 1, 0), None, None, None, 4096, 5)
+    launch(4096, 5, stream=77)
+    runtime = triton_program.triton.knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        hook.add(print)
+        launch(4096, 5, stream=77)
+        hook.remove(print)
+    launch(4096, 5, stream=77)
+    without = direct if past else usual
+    assert seen == [without, usual, usual, without]
 
 
 def test_alignment_is_that_of_all_tensors():
