@@ -48,6 +48,20 @@ def test_unpack_is_the_inverse(E, K, I, activation, how):
     assert same_bits(back2, w2)
 
 
+@pytest.mark.parametrize("shift", [1, 8])
+def test_memory_on_any_boundary_is_packed_and_nothing_beside_it(shift):
+    rows, cols = 70, 200
+    dense = torch.randn(rows, cols).bfloat16()
+    size = pack_ops.packed_elements(rows, cols, "concatenated")
+    expected, memory = torch.zeros(size, dtype=torch.bfloat16), torch.full((size + 16,), 7.0).bfloat16()
+    pack_ops.pack_expert(dense, "concatenated", expected)
+    pack_ops.pack_expert(dense, "concatenated", memory[shift : shift + size])
+    assert torch.equal(memory[shift : shift + size], expected)
+    assert (memory[:shift] == 7).all()
+    assert (memory[shift + size :] == 7).all()
+    assert torch.equal(pack_ops.unpack_expert(expected, rows, cols, "concatenated"), dense)
+
+
 def test_padding_is_zero():
     """Whatever memory the buffer came from, places that hold no weight are zero: their products must vanish."""
     packed = PackedExperts.pack(torch.ones((2, 34, 33), dtype=BF16), torch.ones((2, 33, 17), dtype=BF16))
