@@ -192,15 +192,13 @@ def _none_requested() -> bool:
     return _environment is not None and _BACKEND not in _environment
 
 
-def _wants_gradient(
-    x: Any, topk_weights: Any, w1: Any, w2: Any, w1_bias: Any = None, w2_bias: Any = None
-) -> bool:
+def _wants_gradient(*arguments: Any) -> bool:
     """Whether one of them requires a gradient, whatever they are."""
-    return bool(
-        getattr(x, "requires_grad", False) or getattr(topk_weights, "requires_grad", False)
-        or getattr(w1, "requires_grad", False) or getattr(w2, "requires_grad", False)
-        or getattr(w1_bias, "requires_grad", False) or getattr(w2_bias, "requires_grad", False)
-    )  # fmt: skip
+    for argument in arguments:  # noqa: SIM110 - a generator takes as long again
+        # None first: getattr raises and catches an exception for what an object does not have.
+        if argument is not None and getattr(argument, "requires_grad", False):
+            return True
+    return False
 
 
 def _refuse_backward(backend: str = "native", **tensors: torch.Tensor | None) -> None:
