@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from calls import native, native_pairs, pack
 from measuring import SHAPE, make_quick, suite
+from strategies import make_case
 
 from moe_cpu import PackedExperts, native_library, ops
 from moe_cpu.benchmark import Report, inputs, memory, run, table
@@ -15,8 +17,6 @@ from moe_cpu.models import MODELS, ModelShape
 from moe_cpu.packing import layout_of
 
 TOKENS = sorted({2**p for p in range(18)} | {3, 33, 1000, 5000, 50_000})
-# Whose kernels keep rows in float32, for want of products of bf16.
-FLOAT32_ROWS = ("avx512", "avx2")
 
 
 def needed(shape: ModelShape, M: int, mode: int, isa: str) -> int:
@@ -44,11 +44,25 @@ def broken(isa: str, set_threads: Callable[[int], None], threads: Iterable[int])
 @pytest.mark.parametrize("threads", [range(1, 9), (10, 12, 16, 24, 32, 48, 64)], ids=["1-8", "10-64"])
 def test_scratch_memory_stays_within_the_promise(isa, set_threads, threads):
     over = broken(isa, set_threads, threads)
-    if isa in FLOAT32_ROWS or max(threads) > 8:
-        # Every thread gathers up to 256 rows of K, and rows of I are kept until the second product: 64 MiB and bf16 are too little for that.
-        assert over, "it holds now: take this exception away"
-        pytest.xfail(f"{len(over)} sizes exceed the promise, among them {over[0]}")
     assert not over, over
+
+
+def test_what_is_cut_finer_to_fit_has_the_same_bits(isa, set_threads):
+    """One thread more needs more memory, unless the call's rows or columns are cut finer for it."""
+    case = make_case(M=128, K=4096, I=32, E=4, topk=4, bias=True, seed=38)
+    packed = pack(case)
+    sizes = {}
+    for number in range(1, 161):
+        set_threads(number)
+        sizes[number] = ops.layer_scratch_bytes(128, 4, packed, torch.bfloat16, native_library.REDUCED, isa)
+    finer = [number for number in range(2, 161) if sizes[number] < sizes[number - 1]]
+    assert finer, "this case was to need more than may be had"
+    set_threads(1)
+    want, want_pairs = native(case, isa, packed), native_pairs(case, isa, packed)
+    for number in finer:
+        set_threads(number)
+        assert torch.equal(native(case, isa, packed), want), number
+        assert torch.equal(native_pairs(case, isa, packed), want_pairs), number
 
 
 def test_the_promise_in_numbers():

@@ -15,7 +15,7 @@
 
 namespace moe {
 
-enum class TaskKind : int32_t { kZero, kFirst, kSecond, kSum };
+enum class TaskKind : int32_t { kNone, kZero, kFirst, kSecond, kSum };
 
 struct Phase {
   TaskKind kind;
@@ -25,8 +25,10 @@ struct Phase {
 
 // One product's tasks over all active experts, experts with most rows first.
 struct ProductTasks {
-  int64_t* before;   // [active + 1] tasks of the experts ahead of this one
-  int32_t* panels;   // [active] panels of one task
+  int64_t* before;     // [active + 1] tasks of the experts ahead of this one
+  int32_t* per_task;   // [active] panels of one task
+  int64_t panels;      // of every expert
+  RowLimits rows;
   int64_t total;
 };
 
@@ -37,11 +39,10 @@ struct ProductTask {
 };
 
 void lay_out(ProductTasks& tasks, int64_t experts, Arena& arena);
-void plan(ProductTasks& tasks, const Routing& routing, int64_t panels, int64_t steps, int block_rows, const Machine& machine);
-ProductTask task_at(const ProductTasks& tasks, const Routing& routing, int64_t index, int64_t panels, int block_rows);
+void plan(ProductTasks& tasks, const Routing& routing, int64_t panels, int64_t steps, const RowLimits& rows, const Machine& machine);
+ProductTask task_at(const ProductTasks& tasks, const Routing& routing, int64_t index);
 
 struct Schedule {
-  static constexpr int kMostSlices = 16;
   Phase phases[3 + 2 * kMostSlices];
   int phase_count;
   int64_t task_count;

@@ -3,18 +3,20 @@
 namespace moe {
 namespace {
 
+constexpr int64_t kPromisedBytes = int64_t{64} << 20;
+
 int64_t clamp(int64_t value, int64_t low, int64_t high) { return value < low ? low : value > high ? high : value; }
 
 }  // namespace
 
-int64_t task_rows(int64_t expert_rows, int block_rows) {
-  const int64_t tasks = ceil_div(expert_rows, kMostTaskRows / block_rows * block_rows);
-  return round_up(ceil_div(expert_rows, tasks), block_rows);
+int64_t task_rows(int64_t expert_rows, const RowLimits& limits) {
+  const int64_t tasks = ceil_div(expert_rows, limits.task / limits.block * limits.block);
+  return round_up(ceil_div(expert_rows, tasks), limits.block);
 }
 
-int64_t k_block_steps(int64_t rows, int64_t steps, int64_t element_bytes, const Machine& machine) {
+int64_t k_block_steps(int64_t rows, int64_t steps, int64_t element_bytes, int64_t cached_bytes) {
   const int64_t bytes = rows * steps * kStep * element_bytes;
-  const int64_t blocks = clamp(ceil_div(bytes, machine.l2_bytes / 2), 1, steps);
+  const int64_t blocks = clamp(ceil_div(bytes, cached_bytes), 1, steps);
   return ceil_div(steps, blocks);
 }
 
@@ -37,12 +39,26 @@ int useful_threads(int64_t bytes, int64_t flops, int threads) {
 
 bool worth_streaming(int64_t bytes, const Machine& machine) { return bytes > machine.threads * machine.l2_bytes / 2; }
 
-Slices column_slices(int64_t rows, int64_t hidden) {
-  constexpr int64_t kSliceBytes = int64_t{64} << 20;
+Slices column_slices(int64_t rows, int64_t hidden, int64_t least) {
   const int64_t bytes = rows * hidden * static_cast<int64_t>(sizeof(float)), panels = w2_panels(hidden);
-  if (bytes <= kSliceBytes) return {1, panels};
-  const int64_t per_slice = ceil_div(panels, clamp(ceil_div(bytes, kSliceBytes), 4, 16));
+  const int64_t natural = bytes <= kPromisedBytes ? 1 : clamp(ceil_div(bytes, kPromisedBytes), 4, kMostSlices);
+  const int64_t per_slice = ceil_div(panels, natural < least ? least : natural);
   return {ceil_div(panels, per_slice), per_slice};
+}
+
+Cut cut_at(int notch, int64_t tokens, int block_rows, bool f32_blocks, const Machine& machine) {
+  const int halvings = notch < kFinestRows ? notch : kFinestRows;
+  const int64_t most = kMostTaskRows >> halvings;
+  const int block = static_cast<int>(clamp(block_rows, 1, most));
+  // An expert has more rows than there are tokens only when a token names it twice.
+  const int64_t task = clamp(round_up(tokens, block), block, most);
+  // bf16 rows are kept whole, so fewer of them may fill the cache with more of each.
+  const int64_t cached = machine.l2_bytes / 2 >> (f32_blocks ? halvings : 0);
+  return {{block, task}, cached, static_cast<int>(clamp(machine.threads >> (notch - halvings), 1, machine.threads))};
+}
+
+int64_t memory_promised(int64_t pairs, int64_t hidden, int64_t intermediate) {
+  return kPromisedBytes + pairs * (hidden + intermediate) * static_cast<int64_t>(sizeof(uint16_t));
 }
 
 }  // namespace moe

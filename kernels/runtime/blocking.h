@@ -18,11 +18,17 @@ constexpr int64_t kMostTaskRows = 256;
 // Panels whose float32 sums wait in L2 while blocks of k pass by.
 constexpr int64_t kGroupPanels = 8;
 
-// Rows of one task: the expert's rows in equal parts, each whole blocks.
-int64_t task_rows(int64_t expert_rows, int block_rows);
+// A task takes at most `task` rows, in blocks of `block`.
+struct RowLimits {
+  int block;
+  int64_t task;
+};
 
-// Steps of k that `rows` rows are multiplied by before the next panel's turn: as many as keep them in half of L2.
-int64_t k_block_steps(int64_t rows, int64_t steps, int64_t element_bytes, const Machine& machine);
+// Rows of one task: the expert's rows in equal parts, each whole blocks.
+int64_t task_rows(int64_t expert_rows, const RowLimits& limits);
+
+// Steps of k that `rows` rows are multiplied by before the next panel's turn: as many as keep them in `cached_bytes`, to less than a step.
+int64_t k_block_steps(int64_t rows, int64_t steps, int64_t element_bytes, int64_t cached_bytes);
 
 // What one panel costs a task of `rows` rows, in units of one block's step: the panel arrives from memory at the price of about eight block products.
 int64_t panel_cost(int64_t rows, int64_t steps, int block_rows);
@@ -43,6 +49,22 @@ struct Slices {
   int64_t count, panels;  // the last slice may have fewer panels
   int64_t alive() const { return count > 1 ? 2 : 1; }
 };
-Slices column_slices(int64_t rows, int64_t hidden);
+constexpr int64_t kMostSlices = 16;
+// At least `least` slices, as far as there are panels, and more for many rows; kMostSlices at most.
+Slices column_slices(int64_t rows, int64_t hidden, int64_t least);
+
+// How a call's work is cut. What is cut finer needs less memory; what does not fit is cut finer still.
+struct Cut {
+  RowLimits rows;
+  int64_t cached_bytes;  // of a task's rows, while panels stream past
+  int threads;
+};
+
+// Notch 0 is as coarse as the machine likes. Each of the next ones halves the rows that a thread works on; those after that, the threads.
+constexpr int kFinestRows = 8;  // notch of single rows
+Cut cut_at(int notch, int64_t tokens, int block_rows, bool f32_blocks, const Machine& machine);
+
+// What a call may work in: 64 MiB, and for every pair of a token and an expert a bf16 row of both products.
+int64_t memory_promised(int64_t pairs, int64_t hidden, int64_t intermediate);
 
 }  // namespace moe

@@ -5,9 +5,6 @@
 #include <cstdint>
 
 #include "check.h"
-#include "moe/c_api.h"
-#include "moe/kernel_table.h"
-#include "ops/schedule.h"
 
 namespace {
 
@@ -17,59 +14,79 @@ constexpr int64_t kKiB = 1 << 10, kMiB = 1 << 20;
 constexpr int kBlockRows[] = {1, 2, 4, 6, 8, 16, 24, 32, 48, 64};
 constexpr Machine kMachines[] = {{1, 512 * kKiB}, {2, kMiB}, {8, 1280 * kKiB}, {64, kMiB}, {60, 2 * kMiB}, {384, 2 * kMiB}, {4096, 4 * kMiB}};
 
-int64_t layer_scratch(int isa, int threads, int64_t tokens, int64_t topk, int64_t hidden, int64_t intermediate, int32_t mode) {
-  moe_layer_args args = {};
-  args.tokens = tokens;
-  args.topk = topk;
-  args.hidden = hidden;
-  args.intermediate = intermediate;
-  args.experts = args.global_experts = 128;
-  args.x_dtype = MOE_BF16;
-  args.mode = mode;
-  args.isa = isa;
-  args.threads = threads;
-  return moe_layer_scratch_bytes(&args);
-}
-
 }  // namespace
 
 TEST(blocking_task_rows) {
   struct {
     int64_t expert_rows;
-    int block_rows;
+    RowLimits limits;
     int64_t want;
   } const table[] = {
-      {1, 32, 32},    {1, 1, 1},      {33, 32, 64},    {256, 32, 256},  {257, 32, 160},  // two equal parts instead of 256 and 1
-      {512, 32, 256}, {513, 32, 192}, {1000, 32, 256}, {1025, 16, 208}, {252, 6, 252},  {253, 6, 132},
+      {1, {32, 256}, 32},    {1, {1, 256}, 1},      {33, {32, 256}, 64},    {256, {32, 256}, 256},  {257, {32, 256}, 160},  // not 256 and 1
+      {512, {32, 256}, 256}, {513, {32, 256}, 192}, {1000, {32, 256}, 256}, {1025, {16, 256}, 208}, {252, {6, 256}, 252},
+      {253, {6, 256}, 132},  {33, {32, 32}, 32},    {200, {32, 64}, 64},    {130, {12, 128}, 72},   {5, {1, 1}, 1},
   };
-  for (const auto& row : table) CHECK(task_rows(row.expert_rows, row.block_rows) == row.want);
-  for (int block_rows : kBlockRows) {
-    for (int64_t expert_rows = 1; expert_rows < 1600; ++expert_rows) {
-      const int64_t rows = task_rows(expert_rows, block_rows), tasks = ceil_div(expert_rows, rows);
-      CHECK(rows % block_rows == 0);
-      CHECK(rows > 0 && rows <= kMostTaskRows);
-      CHECK(tasks <= ceil_div(expert_rows, kMostTaskRows / block_rows * block_rows));   // no more than are needed
-      CHECK(rows - block_rows < ceil_div(expert_rows, tasks));  // nor larger than equal parts are
+  for (const auto& row : table) CHECK(task_rows(row.expert_rows, row.limits) == row.want);
+  for (int block : kBlockRows) {
+    for (int64_t most : {int64_t{block}, int64_t{3 * block}, kMostTaskRows}) {
+      for (int64_t expert_rows = 1; expert_rows < 1600; ++expert_rows) {
+        const int64_t rows = task_rows(expert_rows, {block, most}), tasks = ceil_div(expert_rows, rows);
+        CHECK(rows % block == 0);
+        CHECK(rows > 0 && rows <= most);
+        CHECK(tasks <= ceil_div(expert_rows, most / block * block));  // no more than are needed
+        CHECK(rows - block < ceil_div(expert_rows, tasks));           // nor larger than equal parts are
+      }
     }
   }
-  CHECK(task_rows(int64_t{1} << 40, 32) == 256);
+  CHECK(task_rows(int64_t{1} << 40, {32, 256}) == 256);
 }
 
 TEST(blocking_k_blocks) {
-  CHECK(k_block_steps(32, 64, 2, {1, 2 * kMiB}) == 64);     // 128 KiB
-  CHECK(k_block_steps(256, 64, 2, {1, 2 * kMiB}) == 64);    // 1 MiB, half of L2
-  CHECK(k_block_steps(256, 64, 4, {1, 2 * kMiB}) == 32);    // float32 rows are twice that
-  CHECK(k_block_steps(256, 224, 2, {1, 2 * kMiB}) == 56);   // four equal blocks
-  CHECK(k_block_steps(256, 448, 2, {1, 512 * kKiB}) == 16);
-  CHECK(k_block_steps(256, 3, 4, {1, 2}) == 1);             // never less than a step
-  for (const Machine& machine : kMachines) {
+  CHECK(k_block_steps(32, 64, 2, kMiB) == 64);     // 128 KiB
+  CHECK(k_block_steps(256, 64, 2, kMiB) == 64);    // 1 MiB
+  CHECK(k_block_steps(256, 64, 4, kMiB) == 32);    // float32 rows are twice that
+  CHECK(k_block_steps(256, 224, 2, kMiB) == 56);   // four equal blocks
+  CHECK(k_block_steps(256, 448, 2, 256 * kKiB) == 16);
+  CHECK(k_block_steps(256, 3, 4, 1) == 1);         // never less than a step
+  for (int64_t cached : {4 * kKiB, 256 * kKiB, 640 * kKiB, kMiB}) {
     for (int64_t rows : {1, 6, 32, 96, 256}) {
       for (int64_t steps = 1; steps < 500; steps += 7) {
         for (int64_t bytes : {2, 4}) {
-          const int64_t block = k_block_steps(rows, steps, bytes, machine);
+          const int64_t block = k_block_steps(rows, steps, bytes, cached);
           CHECK(block >= 1 && block <= steps);
-          CHECK((block - 1) * rows * kStep * bytes < machine.l2_bytes / 2);  // equal blocks may be a part of one step too long
-          if (rows * steps * kStep * bytes <= machine.l2_bytes / 2) CHECK(block == steps);
+          CHECK((block - 1) * rows * kStep * bytes < cached);  // equal blocks may be a part of one step too long
+          CHECK(block <= k_block_steps(rows > 1 ? rows - 1 : 1, steps, bytes, cached));  // fewer rows, no shorter blocks
+          if (rows * steps * kStep * bytes <= cached) CHECK(block == steps);
+        }
+      }
+    }
+  }
+}
+
+TEST(blocking_cuts_get_finer) {
+  const Machine machine{48, 2 * kMiB};
+  const Cut coarsest = cut_at(0, 5000, 32, false, machine);
+  CHECK(coarsest.rows.block == 32 && coarsest.rows.task == 256 && coarsest.cached_bytes == kMiB && coarsest.threads == 48);
+  CHECK(cut_at(0, 33, 32, false, machine).rows.task == 64);  // no expert has more rows, unless a token names it twice
+  CHECK(cut_at(0, 0, 12, true, machine).rows.task == 12);
+  CHECK(cut_at(2, 5000, 32, false, machine).cached_bytes == kMiB);  // bf16 rows are held whole
+  CHECK(cut_at(2, 5000, 12, true, machine).cached_bytes == kMiB / 4);
+  CHECK(cut_at(4, 5000, 32, false, machine).rows.block == 16);
+  CHECK(cut_at(kFinestRows, 5000, 32, false, machine).rows.task == 1 && cut_at(kFinestRows, 5000, 32, false, machine).threads == 48);
+  CHECK(cut_at(kFinestRows + 2, 5000, 32, false, machine).threads == 12 && cut_at(kFinestRows + 9, 5000, 32, false, machine).threads == 1);
+  for (const Machine& m : kMachines) {
+    for (int block : kBlockRows) {
+      for (int64_t tokens : {0, 1, 31, 100, 1 << 20}) {
+        for (bool wide : {false, true}) {
+          Cut before = cut_at(0, tokens, block, wide, m);
+          CHECK(before.threads == m.threads && before.rows.block == block);
+          for (int notch = 1; notch < kFinestRows + 14; ++notch) {
+            const Cut cut = cut_at(notch, tokens, block, wide, m);
+            CHECK(cut.rows.block >= 1 && cut.rows.block <= cut.rows.task && cut.rows.task <= before.rows.task);
+            CHECK(cut.cached_bytes > 0 && cut.cached_bytes <= before.cached_bytes && cut.threads >= 1 && cut.threads <= before.threads);
+            before = cut;
+          }
+          CHECK(before.rows.task == 1 && before.threads == 1);
         }
       }
     }
@@ -123,44 +140,22 @@ TEST(blocking_streaming_starts_past_the_caches) {
 }
 
 TEST(blocking_column_slices) {
-  CHECK(column_slices(0, 4096).count == 1);
-  CHECK(column_slices(4096, 4096).count == 1 && column_slices(4096, 4096).panels == 128);  // 64 MiB
-  CHECK(column_slices(4097, 4096).count == 4 && column_slices(4097, 4096).panels == 32);
-  CHECK(column_slices(int64_t{1} << 17, 4096).count == 16);
+  CHECK(column_slices(0, 4096, 1).count == 1);
+  CHECK(column_slices(4096, 4096, 1).count == 1 && column_slices(4096, 4096, 1).panels == 128);  // 64 MiB
+  CHECK(column_slices(4096, 4096, 8).count == 8 && column_slices(4096, 4096, 8).panels == 16);
+  CHECK(column_slices(4097, 4096, 1).count == 4 && column_slices(4097, 4096, 1).panels == 32);
+  CHECK(column_slices(int64_t{1} << 17, 4096, 1).count == 16);
+  CHECK(column_slices(10, 96, 16).count == 3);  // there are no more panels
   for (int64_t hidden : {1, 31, 33, 512, 528, 576, 2048, 2880, 2879, 4096, 7168, 16384}) {
     for (int64_t rows = 1; rows < int64_t{1} << 31; rows = rows * 3 + 1) {
-      const Slices slices = column_slices(rows, hidden);
       const int64_t panels = w2_panels(hidden), bytes = rows * round_up(hidden, kPanelCols) * 4;
-      CHECK(slices.count >= 1 && slices.count <= Schedule::kMostSlices);
-      CHECK(slices.count * slices.panels >= panels && (slices.count - 1) * slices.panels < panels);  // all columns, and no slice without any
-      const int64_t alive = slices.alive() * rows * slices.panels * kPanelCols * 4;
-      CHECK(alive <= std::max(bytes, 64 * kMiB));
-      if (hidden >= 512) CHECK(alive <= 64 * kMiB + bytes / 2);  // narrower layers have no panels to cut between
-    }
-  }
-}
-
-// What a call may take beside its tensors: 64 MiB, one bf16 value for each element of h and of the unreduced result, and each thread's own.
-TEST(blocking_scratch_memory_is_bounded) {
-  const struct {
-    int64_t hidden, intermediate, topk;
-  } layers[] = {{2048, 768, 8}, {7168, 2048, 8}, {4096, 14336, 2}, {2880, 2880, 4}, {2048, 512, 10}, {5120, 8192, 1}, {1001, 333, 3}};
-  for (int isa = 0; isa < 5; ++isa) {
-    const KernelTable* const table = kernel_table(isa);
-    if (!table) continue;  // it cannot run here, and needs nothing
-    const int64_t element = table->f32_blocks ? 4 : 2;
-    for (const auto& layer : layers) {
-      const int64_t hidden = round_up(layer.hidden, kStep), intermediate = round_up(layer.intermediate, kStep);
-      for (int threads : {1, 2, 64}) {
-        const int64_t own = kMostTaskRows * (hidden * element + kGroupPanels * kPanelCols * 4) + 64 * kKiB;
-        for (int64_t tokens : {0, 1, 2, 16, 256, 1024, 4096, 32768, 262144}) {
-          const int64_t pairs = tokens * layer.topk, routing = 12 * pairs + 64 * kKiB;
-          const int64_t h = pairs * intermediate * element;
-          const int64_t reduced = layer_scratch(isa, threads, tokens, layer.topk, layer.hidden, layer.intermediate, MOE_REDUCED);
-          CHECK(reduced > 0 && reduced <= 64 * kMiB + pairs * hidden * 2 + h + routing + threads * own);
-          const int64_t unreduced = layer_scratch(isa, threads, tokens, layer.topk, layer.hidden, layer.intermediate, MOE_UNREDUCED);
-          CHECK(unreduced > 0 && unreduced <= h + routing + threads * own);  // the result goes where it belongs
-        }
+      for (int64_t least : {int64_t{1}, int64_t{4}, kMostSlices}) {
+        const Slices slices = column_slices(rows, hidden, least);
+        CHECK(slices.count >= 1 && slices.count <= kMostSlices);
+        CHECK(slices.count * slices.panels >= panels && (slices.count - 1) * slices.panels < panels);  // all columns, and no slice without any
+        const int64_t alive = slices.alive() * rows * slices.panels * kPanelCols * 4;
+        CHECK(alive <= std::max(bytes, 64 * kMiB));
+        if (hidden >= 512) CHECK(alive <= 64 * kMiB + bytes / 2);  // narrower layers have no panels to cut between
       }
     }
   }

@@ -31,26 +31,27 @@ struct Routed {
 // Tasks in memory of their own.
 struct Tasks {
   std::vector<int64_t> before;
-  std::vector<int32_t> panels;
+  std::vector<int32_t> per_task;
   ProductTasks tasks = {};
 
-  explicit Tasks(size_t experts) : before(experts + 1, -1), panels(experts, -1) {
+  explicit Tasks(size_t experts) : before(experts + 1, -1), per_task(experts, -1) {
     tasks.before = before.data();
-    tasks.panels = panels.data();
+    tasks.per_task = per_task.data();
   }
 };
 
-bool covers(const std::vector<int64_t>& rows, int64_t panels, int64_t steps, int block_rows, const Machine& machine) {
+bool covers(const std::vector<int64_t>& rows, int64_t panels, int64_t steps, const RowLimits& limits, const Machine& machine) {
+  const int block_rows = limits.block;
   const Routed routed(rows);
   Tasks made(rows.size());
-  plan(made.tasks, routed.routing, panels, steps, block_rows, machine);
+  plan(made.tasks, routed.routing, panels, steps, limits, machine);
   // Panels that each block of rows of each active expert has met, in order.
   std::vector<std::vector<int64_t>> met(rows.size());
   for (int64_t index = 0; index < made.tasks.total; ++index) {
-    const ProductTask task = task_at(made.tasks, routed.routing, index, panels, block_rows);
+    const ProductTask task = task_at(made.tasks, routed.routing, index);
     if (task.active < 0 || task.active >= routed.routing.active_count) return false;
     const int64_t expert_rows = routed.routing.rows_of(routed.active[static_cast<size_t>(task.active)]);
-    const bool inside = task.first_row >= 0 && task.rows > 0 && task.first_row + task.rows <= expert_rows && task.rows <= kMostTaskRows;
+    const bool inside = task.first_row >= 0 && task.rows > 0 && task.first_row + task.rows <= expert_rows && task.rows <= limits.task;
     const bool whole_blocks = task.first_row % block_rows == 0 && (task.rows % block_rows == 0 || task.first_row + task.rows == expert_rows);
     const bool some_panels = task.first_panel >= 0 && task.first_panel < task.last_panel && task.last_panel <= panels;
     if (!inside || !whole_blocks || !some_panels) return false;
@@ -80,9 +81,9 @@ TEST(schedule_covers_every_row_and_panel_once) {
       {1}, {257}, {5000}, {0, 0, 3, 0}, {1, 1, 1, 1, 1, 1, 1, 1}, {4000, 1, 0, 33, 256, 255, 512, 513}, std::vector<int64_t>(128, 16)};
   for (const Machine& machine : kMachines) {
     for (const auto& rows : routings) {
-      for (int block_rows : {1, 6, 16, 32, 48}) {
+      for (const RowLimits& limits : {RowLimits{1, 1}, {1, 256}, {6, 256}, {16, 16}, {32, 32}, {32, 64}, {32, 256}, {48, 256}}) {
         for (int64_t panels : {1, 3, 48, 448}) {
-          for (int64_t steps : {1, 64, 224}) CHECK(covers(rows, panels, steps, block_rows, machine));
+          for (int64_t steps : {1, 64, 224}) CHECK(covers(rows, panels, steps, limits, machine));
         }
       }
     }
@@ -92,7 +93,7 @@ TEST(schedule_covers_every_row_and_panel_once) {
 TEST(schedule_without_rows_has_no_tasks) {
   const Routed routed({0, 0, 0});
   Tasks made(3);
-  plan(made.tasks, routed.routing, 48, 64, 32, kMachines[2]);
+  plan(made.tasks, routed.routing, 48, 64, {32, 256}, kMachines[2]);
   CHECK(made.tasks.total == 0 && made.tasks.before[0] == 0);
 }
 
@@ -102,10 +103,10 @@ TEST(schedule_shares_out_skewed_work) {
   const Routed routed(rows);
   Tasks made(rows.size());
   const int64_t panels = 448, steps = 128;
-  plan(made.tasks, routed.routing, panels, steps, 32, kMachines[2]);
+  plan(made.tasks, routed.routing, panels, steps, {32, 256}, kMachines[2]);
   int64_t total = 0, largest = 0;
   for (int64_t index = 0; index < made.tasks.total; ++index) {
-    const ProductTask task = task_at(made.tasks, routed.routing, index, panels, 32);
+    const ProductTask task = task_at(made.tasks, routed.routing, index);
     const int64_t cost = (task.last_panel - task.first_panel) * panel_cost(task.rows, steps, 32);
     total += cost;
     largest = largest > cost || task.last_panel - task.first_panel == 1 ? largest : cost;

@@ -64,7 +64,7 @@ struct WeightedSum {
 struct KernelTable {
   const char* name;      // that of isa_name(): the tests compare them
   int block_rows;        // most rows of one block
-  bool f32_blocks;       // blocks hold float32 instead of bf16
+  bool f32_blocks;       // product() takes float32 rows instead of bf16
   int64_t read_slack;    // bytes past the end of a block that product() may read and ignore
   void (*enter)();       // on every thread before product() and after leave()
   void (*leave)();
@@ -74,6 +74,7 @@ struct KernelTable {
   void (*store)(const StoreRows&);
   void (*weighted_sum)(const WeightedSum&);
   int64_t (*peak_loop)(int64_t iterations);  // register-only products of random operands; returns the floating-point operations done
+  void (*widen)(const uint16_t* from, float* to, int64_t count) = nullptr;  // bf16 rows to float32, whole steps; where f32_blocks says so
 };
 
 // The table of an ISA that can run on this machine, else null.

@@ -8,6 +8,7 @@
 #include "generic/elementwise.h"
 #include "generic/peak_operands.h"
 #include "isa/ahead.h"
+#include "isa/widen.h"
 #include "isa/row_block.h"
 
 namespace moe {
@@ -65,7 +66,7 @@ int64_t peak_loop(int64_t iterations) {
 }  // namespace
 
 const KernelTable avx512_table = {
-    "avx512",        kBlockRows, true,         0,        nothing, nothing, dispatch_rows<Widened, kBlockRows>, gather<float>,
-    activate<float>, store_rows, weighted_sum, peak_loop};
+    "avx512",           kBlockRows, true,         0,         nothing, nothing, dispatch_rows<Widened, kBlockRows>, gather<float>,
+    activate<uint16_t>, store_rows, weighted_sum, peak_loop, widen};
 
 }  // namespace moe
