@@ -13,7 +13,7 @@ import torch
 from measuring import add_contender, make_quick
 
 from moe_cpu import experts, isa
-from moe_cpu.benchmark import Report, backends, memory
+from moe_cpu.benchmark import Report, backends, environment, memory
 from moe_cpu.cli import info, main, support_matrix
 from moe_cpu.models import MODELS
 
@@ -50,6 +50,10 @@ def test_info_says_what_runs_and_why_not(command):
         assert backend.available or backend.reason in out
     assert "CPUs, last-level cache" in out
     assert "libgomp" in out
+
+
+def test_the_version_is_that_of_results(command):
+    assert command("--version") == (0, f"moe-cpu {environment.version()}\n", "")
 
 
 def test_info_for_programs(command):

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from moe_cpu.benchmark.environment import version
 from moe_cpu.cli import bench, info, plot
 from moe_cpu.errors import MoEError
 
@@ -13,6 +14,7 @@ from moe_cpu.errors import MoEError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, 1 when a check failed or the command cannot run here, 2 for a wrong option, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="moe-cpu", description=sys.modules["moe_cpu"].__doc__)
+    parser.add_argument("--version", action="version", version=f"moe-cpu {version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (info, bench, plot):
         module.add_parser(commands)
