@@ -27,7 +27,7 @@ Layer::Layer(const moe_layer_args& a, const KernelTable& t, int threads)
       lay_out(measure);
       bytes = measure.used();
       // Layers narrower than 192 columns may exceed the promise by the padding of their rows; they are cut as finely as it gets.
-      const bool finest = cut.threads == 1 && notch >= kFinestRows && least == kMostSlices;
+      const bool finest = cut.threads == 1 && cut.rows.task == 1 && least == kMostSlices;
       if (bytes > promised && !finest) continue;
       machine.threads = cut.threads;
       return;
@@ -61,8 +61,10 @@ void Layer::lay_out(Arena& arena) {
 }
 
 void Layer::lay_out(Hand& hand, Arena& arena) const {
-  const int64_t rows = std::min(pairs, cut.rows.task), row_step = kStep * element_bytes(), whole = k_steps * rows * row_step;
-  const int64_t a_bytes = table.f32_blocks ? std::min(std::max(k_steps, i_steps) * rows * row_step, cut.cached_bytes + rows * row_step) : whole;
+  const int64_t rows = std::min(pairs, cut.rows.task), step_bytes = rows * kStep * element_bytes();
+  // Rows of h are held to be widened only; a block of k is less than a step too long for the cache.
+  const int64_t whole_bytes = (table.f32_blocks ? std::max(k_steps, i_steps) : k_steps) * step_bytes;
+  const int64_t a_bytes = cut.whole ? whole_bytes : std::min(whole_bytes, cut.cached_bytes + step_bytes);
   hand.a = arena.take<char>(a_bytes + table.read_slack);
   hand.sums = arena.take<float>(sums_elements(table, rows, cut.rows.block));
   hand.sum_rows = arena.take<const float*>(args.topk);

@@ -60,7 +60,6 @@ struct Layer {
   // Threads that the routed rows are worth.
   int team_size() const;
 
-  // A product's rows are held whole, or by one block of k where widening them to float32 makes them too many bytes.
   int64_t element_bytes() const { return table.f32_blocks ? 4 : 2; }
   int64_t k_block(int64_t rows, int64_t steps) const { return k_block_steps(rows, steps, element_bytes(), cut.cached_bytes); }
   int64_t slice_columns() const { return slices.panels * kPanelCols; }

@@ -50,7 +50,7 @@ struct Worker {
     uint16_t* const h_rows = h_of(task);
     const int64_t panel_neurons = layer.gated ? kTileCols : kPanelCols;
     const ExpertGemm gemm = product(task, layer.k_steps, args.w1 + expert * layer.w1_count * panel_elements(args.hidden), following);
-    const auto hold = [&](int64_t step, int64_t steps) { return table.f32_blocks ? gathered(task, step, steps) : gathered(task, 0, layer.k_steps); };
+    const auto hold = [&](int64_t step, int64_t steps) { return layer.cut.whole ? gathered(task, 0, layer.k_steps) : gathered(task, step, steps); };
     run(gemm, hold, [&](int64_t panel, int64_t first_row, int rows, const float* sums) {
       float bias[kPanelCols];
       if (args.w1_bias) panel_bias(bias, expert, panel);
@@ -73,7 +73,8 @@ struct Worker {
     const ExpertGemm gemm =
         product(task, layer.i_steps, args.w2 + (expert * layer.w2_count + slice_panel) * panel_elements(args.intermediate), following);
     const auto hold = [&](int64_t step, int64_t steps) {
-      return table.f32_blocks ? widened(task, step, steps) : HeldRows{reinterpret_cast<const char*>(h_of(task)), 0, layer.i_steps};
+      if (!table.f32_blocks) return HeldRows{reinterpret_cast<const char*>(h_of(task)), 0, layer.i_steps};
+      return layer.cut.whole ? widened(task, 0, layer.i_steps) : widened(task, step, steps);
     };
     run(gemm, hold, [&](int64_t panel, int64_t first_row, int rows, const float* sums) {
       const int64_t column = (slice_panel + panel) * kPanelCols;

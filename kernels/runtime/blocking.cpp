@@ -47,14 +47,15 @@ Slices column_slices(int64_t rows, int64_t hidden, int64_t least) {
 }
 
 Cut cut_at(int notch, int64_t tokens, int block_rows, bool f32_blocks, const Machine& machine) {
-  const int halvings = notch < kFinestRows ? notch : kFinestRows;
+  const bool whole = !f32_blocks || notch <= kWholeRows;
+  const int finer = whole ? notch : notch - 1, halvings = finer < kFinestRows ? finer : kFinestRows;
   const int64_t most = kMostTaskRows >> halvings;
   const int block = static_cast<int>(clamp(block_rows, 1, most));
   // An expert has more rows than there are tokens only when a token names it twice.
   const int64_t task = clamp(round_up(tokens, block), block, most);
-  // bf16 rows are kept whole, so fewer of them may fill the cache with more of each.
-  const int64_t cached = machine.l2_bytes / 2 >> (f32_blocks ? halvings : 0);
-  return {{block, task}, cached, static_cast<int>(clamp(machine.threads >> (notch - halvings), 1, machine.threads))};
+  // Where rows are held whole, fewer of them may fill the cache with more of each.
+  const int64_t cached = machine.l2_bytes / 2 >> (whole ? 0 : halvings - kWholeRows + 1);
+  return {{block, task}, cached, whole, static_cast<int>(clamp(machine.threads >> (finer - halvings), 1, machine.threads))};
 }
 
 int64_t memory_promised(int64_t pairs, int64_t hidden, int64_t intermediate) {

@@ -57,11 +57,15 @@ Slices column_slices(int64_t rows, int64_t hidden, int64_t least);
 struct Cut {
   RowLimits rows;
   int64_t cached_bytes;  // of a task's rows, while panels stream past
+  bool whole;  // a thread holds a task's rows with all of their k, or only as much as is cached
   int threads;
 };
 
-// Notch 0 is as coarse as the machine likes. Each of the next ones halves the rows that a thread works on; those after that, the threads.
-constexpr int kFinestRows = 8;  // notch of single rows
+// Notch 0 is as coarse as the machine likes. Each of the next ones halves the rows that a thread works on; those after that, the threads. Rows in
+// float32 are held whole down to 64 of them, then no longer: products of float32 are so slow that bringing a block of k again for every group of
+// panels costs them less than meeting every panel with fewer rows. Those of bf16 are not.
+constexpr int kFinestRows = 8;  // halvings down to single rows
+constexpr int kWholeRows = 2;  // halvings down to 64
 Cut cut_at(int notch, int64_t tokens, int block_rows, bool f32_blocks, const Machine& machine);
 
 // What a call may work in: 64 MiB, and for every pair of a token and an expert a bf16 row of both products.

@@ -69,19 +69,22 @@ TEST(blocking_cuts_get_finer) {
   CHECK(coarsest.rows.block == 32 && coarsest.rows.task == 256 && coarsest.cached_bytes == kMiB && coarsest.threads == 48);
   CHECK(cut_at(0, 33, 32, false, machine).rows.task == 64);  // no expert has more rows, unless a token names it twice
   CHECK(cut_at(0, 0, 12, true, machine).rows.task == 12);
-  CHECK(cut_at(2, 5000, 32, false, machine).cached_bytes == kMiB);  // bf16 rows are held whole
-  CHECK(cut_at(2, 5000, 12, true, machine).cached_bytes == kMiB / 4);
+  CHECK(cut_at(6, 5000, 32, false, machine).whole && cut_at(6, 5000, 32, false, machine).cached_bytes == kMiB);
+  const Cut wide = cut_at(2, 5000, 12, true, machine), in_blocks = cut_at(3, 5000, 12, true, machine);
+  CHECK(wide.whole && wide.rows.task == 64 && wide.cached_bytes == kMiB);
+  CHECK(!in_blocks.whole && in_blocks.rows.task == 64 && in_blocks.cached_bytes == kMiB / 2);
+  CHECK(cut_at(4, 5000, 12, true, machine).rows.task == 32 && cut_at(4, 5000, 12, true, machine).cached_bytes == kMiB / 4);
   CHECK(cut_at(4, 5000, 32, false, machine).rows.block == 16);
   CHECK(cut_at(kFinestRows, 5000, 32, false, machine).rows.task == 1 && cut_at(kFinestRows, 5000, 32, false, machine).threads == 48);
   CHECK(cut_at(kFinestRows + 2, 5000, 32, false, machine).threads == 12 && cut_at(kFinestRows + 9, 5000, 32, false, machine).threads == 1);
   for (const Machine& m : kMachines) {
     for (int block : kBlockRows) {
       for (int64_t tokens : {0, 1, 31, 100, 1 << 20}) {
-        for (bool wide : {false, true}) {
-          Cut before = cut_at(0, tokens, block, wide, m);
+        for (bool f32_blocks : {false, true}) {
+          Cut before = cut_at(0, tokens, block, f32_blocks, m);
           CHECK(before.threads == m.threads && before.rows.block == block);
           for (int notch = 1; notch < kFinestRows + 14; ++notch) {
-            const Cut cut = cut_at(notch, tokens, block, wide, m);
+            const Cut cut = cut_at(notch, tokens, block, f32_blocks, m);
             CHECK(cut.rows.block >= 1 && cut.rows.block <= cut.rows.task && cut.rows.task <= before.rows.task);
             CHECK(cut.cached_bytes > 0 && cut.cached_bytes <= before.cached_bytes && cut.threads >= 1 && cut.threads <= before.threads);
             before = cut;
