@@ -170,6 +170,7 @@ def summary(o: argparse.Namespace, seconds: dict[str, dict[str, list[float]]], v
             phases.append(row)
     asked = {name: value for name, value in vars(o).items() if name not in ("json", "logs")}
     return {
+        "kind": "vllm throughput",
         "environment": {**environment.describe(o.threads), "vllm": vllm},
         "options": asked,
         "rows": phases,
