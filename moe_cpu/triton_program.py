@@ -95,7 +95,8 @@ class Series:
         """Launches on the current stream, with tensors for pointers. `keep`: all of them are aligned, so the machine code may be used again."""
         for step in self.steps:
             step.through_triton(keep, table)
-        self.ready = keep and all([step.prepare() for step in self.steps])
+        if keep:
+            self.ready = all([step.prepare() for step in self.steps])
 
     def direct(self, stream: int, table: Sequence[Any]) -> None:
         """Launches on a stream, with addresses for pointers."""

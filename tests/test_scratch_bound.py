@@ -65,6 +65,19 @@ def test_what_is_cut_finer_to_fit_has_the_same_bits(isa, set_threads):
         assert torch.equal(native_pairs(case, isa, packed), want_pairs), number
 
 
+def test_blocks_of_k_of_both_products_have_the_same_bits(isa, set_threads):
+    """So many threads leave no room for whole rows in float32, neither of x nor of h."""
+    if isa not in ("avx512", "avx2"):
+        pytest.skip("its rows are bf16, which are always held whole")
+    case = make_case(M=200, K=4100, I=1540, E=2, topk=2, seed=39)
+    packed = pack(case)
+    set_threads(1)
+    want = native(case, isa, packed)
+    for number in (80, 160):
+        set_threads(number)
+        assert torch.equal(native(case, isa, packed), want), number
+
+
 def test_the_promise_in_numbers():
     assert memory.scratch_bound(MODELS["qwen3-30b-a3b"], 64) == 2**26 + 64 * 8 * (2048 + 768) * 2
 

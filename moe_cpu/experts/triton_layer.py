@@ -74,7 +74,7 @@ def known(
         device = x.get_device()
         kinds = _kinds((x, w1, w2, w1_bias, w2_bias, topk_ids, expert_map, None, topk_weights))
         contiguous = (x.dtype, x.shape, (x.shape[1], 1), device, False)
-        layer = _forms.get((plan, activation, True, *kinds, contiguous))
+        layer = _forms.get((plan, activation, (True, True), *kinds, contiguous))
         if layer is None or not layer.series.ready or global_num_experts not in (-1, layer.num_ids):
             return None
         if device != torch.cuda.current_device():
@@ -119,8 +119,8 @@ def _run(
         at == 0 and t is not None and t.numel() > 0 for at, t in zip(table, tensors, strict=True)
     ):
         raise no_memory_error("fused experts")
-    # The copy engine wants aligned weights.
-    engine = (table[_W1] | table[_W2]) % 16 == 0
+    # The copy engine wants aligned weights; each of the two may have it.
+    engine = tuple(table[w] is not None and table[w] % 16 == 0 for w in (_W1, _W2))
     form = (plan, activation, engine, *_kinds(tensors))
     layer = _forms.get(form)
     if layer is None:

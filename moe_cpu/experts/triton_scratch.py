@@ -25,6 +25,10 @@ class Pieces:
         self.bytes = end
 
 
+# Blocks that CUDA graphs go on using, whatever becomes of the thread that captured them.
+_captured: list[torch.Tensor] = []
+
+
 class DeviceScratch(threading.local):
     """Memory whose content before a call is undefined.
 
@@ -36,7 +40,6 @@ class DeviceScratch(threading.local):
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[int, int], torch.Tensor] = {}
-        self._captured: list[torch.Tensor] = []
 
     def __reduce__(self) -> tuple[type[DeviceScratch], tuple[()]]:
         return DeviceScratch, ()
@@ -61,8 +64,8 @@ class DeviceScratch(threading.local):
         block = self._blocks.get((device, stream))
         if block is None or block.numel() < size:
             block = self._grow(device, stream, size)
-        if device >= 0 and torch.cuda.is_current_stream_capturing() and not self._is_kept(block):
-            self._captured.append(block)
+        if device >= 0 and torch.cuda.is_current_stream_capturing() and not _is_kept(block):
+            _captured.append(block)
         return block
 
     def _grow(self, device: int, stream: int, size: int) -> torch.Tensor:
@@ -74,5 +77,6 @@ class DeviceScratch(threading.local):
         self._blocks[device, stream] = block
         return block
 
-    def _is_kept(self, block: torch.Tensor) -> bool:
-        return any(block is kept for kept in self._captured)
+
+def _is_kept(block: torch.Tensor) -> bool:
+    return any(block is kept for kept in _captured)
