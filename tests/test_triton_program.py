@@ -159,6 +159,27 @@ def test_alignment_is_that_of_all_tensors():
     assert triton_program.addresses_of([one, two])[1] is False
 
 
+def copying_plan():
+    """One whose weights come through the copy engine."""
+    plan = plan_for(50, 1)
+    return replace(plan, m=16, first=replace(plan.first, n=32, k=32), second=replace(plan.second, n=32, k=32))
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same at an address that the copy engine cannot take."""
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    return memory[1:].view(tensor.shape).copy_(tensor)
+
+
+@interpreted
+@pytest.mark.parametrize("order", [("w1", "w2"), ("w2", "w1")], ids=str)
+def test_each_weight_may_be_aligned_or_not(order):
+    case = make_case(M=9, K=64, I=32, E=5, topk=2, seed=6)
+    experts = TritonExperts(plan=copying_plan())
+    for name in order:
+        case.check(checked(experts, case.with_(**{name: shifted(getattr(case, name))})))
+
+
 @interpreted
 @pytest.mark.parametrize(
     "options",
@@ -172,13 +193,8 @@ def test_alignment_is_that_of_all_tensors():
 )
 def test_known_calls_give_the_same_bits(options, machine):
     """With other tokens, routing and weights than those of the call before, and none of them through Triton."""
-    plan = None
     options = dict(options)
-    if options.pop("plan", False):
-        plan = plan_for(50, 1)  # whose weights come through the copy engine
-        plan = replace(
-            plan, m=16, first=replace(plan.first, n=32, k=32), second=replace(plan.second, n=32, k=32)
-        )
+    plan = copying_plan() if options.pop("plan", False) else None
     options = {"K": 64, "I": 32, "E": 5, "topk": 2, **options}
     first, second = (make_case(**options, seed=seed) for seed in (1, 2))
     experts = TritonExperts(plan=plan)
