@@ -80,6 +80,8 @@ def fused_experts(
         check_no_scales(
             w1_scale=w1_scale, w2_scale=w2_scale, w1_zp=w1_zp, w2_zp=w2_zp, a1_scale=a1_scale, a2_scale=a2_scale
         )  # fmt: skip
+    if topk_weights is None:
+        raise ArgumentError("topk_weights: expected a tensor, got None; pass ones for an unweighted sum")
     if torch.compiler.is_compiling():
         recorded = graph_op.record(
             hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input, global_num_experts,
@@ -101,7 +103,6 @@ def fused_experts(
     packed = at_hand(w1, w2, w1_bias, w2_bias, activation) if mine else None
     if (
         packed is not None
-        and topk_weights is not None
         and not inplace and not apply_router_weight_on_input
         and (global_num_experts == -1 or (expert_map is None and global_num_experts == packed.E))
         and not (torch.is_grad_enabled() and _wants_gradient(hidden_states, topk_weights, w1, w2))
@@ -147,12 +148,10 @@ def _stages(backend: str) -> tuple[SelectedExperts, FusedMoEModularKernel]:
 
 
 def _native(
-    x: torch.Tensor, packed: PackedExperts, topk_weights: torch.Tensor | None, topk_ids: torch.Tensor, inplace: bool,
+    x: torch.Tensor, packed: PackedExperts, topk_weights: torch.Tensor, topk_ids: torch.Tensor, inplace: bool,
     activation: str, on_input: bool, expert_map: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """The native layer on checked arguments, past the modular kernel: it needs no stage of its own before or after."""
-    if topk_weights is None:
-        raise ArgumentError("topk_weights: expected a tensor, got None; pass ones for an unweighted sum")
     _refuse_backward(hidden_states=x, topk_weights=topk_weights)
     if inplace and any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
         raise ArgumentError(

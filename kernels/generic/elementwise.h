@@ -1,5 +1,5 @@
 // The passes around the products: gather rows into a block, activate, store rows, weighted sum. Included once per ISA, after its lanes header.
-// `Block` is uint16_t (bf16) or float: what the ISA's blocks hold.
+// `Block` is uint16_t (bf16) or float: what the ISA's products take rows of x in.
 #pragma once
 
 #include "generic/activations.h"
@@ -46,15 +46,14 @@ void gather(const GatherRows& g) {
   }
 }
 
-template <class Block>
-void activate(const Activate& a) {
-  Block* const block = static_cast<Block*>(a.block) + a.column / kStep * (a.rows * kStep) + a.column % kStep;
+inline void activate(const Activate& a) {
+  uint16_t* const block = static_cast<uint16_t*>(a.block) + a.column / kStep * (a.rows * kStep) + a.column % kStep;
   const F32 left_bias = a.bias ? load<F32>(a.bias) : F32{};
   const F32 right_bias = a.bias ? load<F32>(a.bias + kLanes) : F32{};
   for (int r = 0; r < a.rows; ++r) {
     const float* c = a.c + r * kPanelCols;
     const F32 left = load<F32>(c) + left_bias, right = load<F32>(c + kLanes) + right_bias;
-    Block* to = block + r * kStep;
+    uint16_t* to = block + r * kStep;
     if (a.activation == MOE_RELU2) {
       store_block(to, relu2(left));
       store_block(to + kLanes, relu2(right));

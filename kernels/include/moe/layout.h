@@ -10,7 +10,7 @@
 //
 // Activations are cut into blocks of a few rows with the same walk down k (rows = how many the block really holds, up to the ISA's block_rows):
 //
-//   block = [k / 32][rows][32 values of k]   bf16, or float32 for an ISA without bf16 products
+//   block = [k / 32][rows][32 values of k]   bf16; rows of x in float32 for an ISA without bf16 products
 //
 // A block of one row is that row itself. Blocks of one expert follow each other without gaps.
 #pragma once

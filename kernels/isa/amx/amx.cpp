@@ -156,8 +156,7 @@ int64_t peak_loop(int64_t iterations) {
 
 }  // namespace
 
-const KernelTable amx_table = {
-    "amx",      2 * kTileRows, false,    (kTileRows - 1) * kTileBytes, enter, leave, product, gather<uint16_t>, activate<uint16_t>,
-    store_rows, weighted_sum,  peak_loop};
+const KernelTable amx_table = {"amx",      2 * kTileRows, false,    (kTileRows - 1) * kTileBytes, enter, leave, product, gather<uint16_t>, activate,
+                               store_rows, weighted_sum,  peak_loop};
 
 }  // namespace moe

@@ -23,7 +23,6 @@ int64_t peak_loop(int64_t iterations) {
 }  // namespace
 
 const KernelTable amx_emulated_table = {
-    "amx_emulated",     32,         false,        0,        flush_denormals, keep_denormals, model_product, gather<uint16_t>,
-    activate<uint16_t>, store_rows, weighted_sum, peak_loop};
+    "amx_emulated", 32, false, 0, flush_denormals, keep_denormals, model_product, gather<uint16_t>, activate, store_rows, weighted_sum, peak_loop};
 
 }  // namespace moe

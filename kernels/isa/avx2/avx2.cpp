@@ -101,7 +101,7 @@ int64_t peak_loop(int64_t iterations) {
 
 }  // namespace
 
-const KernelTable avx2_table = {"avx2",     kBlockRows,   true,      0,    nothing, nothing, product, gather<float>, activate<uint16_t>,
-                                store_rows, weighted_sum, peak_loop, widen};
+const KernelTable avx2_table = {"avx2",   kBlockRows, true,         0,         nothing, nothing, product, gather<float>,
+                                activate, store_rows, weighted_sum, peak_loop, widen};
 
 }  // namespace moe

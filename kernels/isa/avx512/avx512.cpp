@@ -65,8 +65,7 @@ int64_t peak_loop(int64_t iterations) {
 
 }  // namespace
 
-const KernelTable avx512_table = {
-    "avx512",           kBlockRows, true,         0,         nothing, nothing, dispatch_rows<Widened, kBlockRows>, gather<float>,
-    activate<uint16_t>, store_rows, weighted_sum, peak_loop, widen};
+const KernelTable avx512_table = {"avx512", kBlockRows, true,         0,         nothing, nothing, dispatch_rows<Widened, kBlockRows>, gather<float>,
+                                  activate, store_rows, weighted_sum, peak_loop, widen};
 
 }  // namespace moe

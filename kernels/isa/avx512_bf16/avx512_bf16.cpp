@@ -63,7 +63,7 @@ int64_t peak_loop(int64_t iterations) {
 }  // namespace
 
 const KernelTable avx512_bf16_table = {
-    "avx512_bf16",      kBlockRows, false,        0,        nothing, nothing, dispatch_rows<Bf16Pairs, kBlockRows>, gather<uint16_t>,
-    activate<uint16_t>, store_rows, weighted_sum, peak_loop};
+    "avx512_bf16", kBlockRows, false,        0,        nothing, nothing, dispatch_rows<Bf16Pairs, kBlockRows>, gather<uint16_t>,
+    activate,      store_rows, weighted_sum, peak_loop};
 
 }  // namespace moe
