@@ -78,6 +78,19 @@ def test_blocks_of_k_of_both_products_have_the_same_bits(isa, set_threads):
         assert torch.equal(native(case, isa, packed), want), number
 
 
+def test_layers_too_narrow_to_fit_are_not_cut_up_in_vain(isa, set_threads):
+    """Their rows' padding alone exceeds the promise, so every thread gets as many rows at a time as it would without one."""
+    shape, hands = ModelShape("narrow", 64, 8, 64, 64), []
+    for M in (64, 100_000):
+        sizes = []
+        for number in (1, 8):
+            set_threads(number)
+            sizes.append(needed(shape, M, native_library.REDUCED, isa))
+        hands.append(sizes[1] - sizes[0])
+    assert needed(shape, 100_000, native_library.REDUCED, isa) > memory.scratch_bound(shape, 100_000)
+    assert hands[1] >= hands[0] > 0
+
+
 def test_the_promise_in_numbers():
     assert memory.scratch_bound(MODELS["qwen3-30b-a3b"], 64) == 2**26 + 64 * 8 * (2048 + 768) * 2
 

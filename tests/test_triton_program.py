@@ -6,6 +6,7 @@ import ctypes
 import os
 import warnings
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -121,34 +122,87 @@ def test_after_the_first_launch_addresses_go_to_the_machine_code(monkeypatch):
     assert seen == [usual, usual, ((2, 1, 1), (8192, 4096, 5, 8), {"stream": 77})]
 
 
-@pytest.mark.parametrize(
-    ("release", "past"), [("3.6.0", True), ("3.6.1+cu130", True), ("3.5.1", False), ("3.60.0", False)]
-)
-def test_only_known_releases_are_launched_without_their_hooks(release, past, monkeypatch):
-    """And none while a profiler listens."""
-    seen = []
+def inside_code(seen: list, scratch: int = 0):
+    """Machine code as a release of Triton whose inside is known has it."""
+
+    class Run:
+        global_scratch_size, profile_scratch_size = scratch, 0
+        launch_cooperative_grid, launch_pdl = False, True
+        launch = partial(
+            lambda *everything: seen.append(everything)
+        )  # no Python function, as Triton's is none
 
     class Code:
-        function, packed_metadata = 11, (4, 1, 0)
+        function, packed_metadata, run = 11, (4, 1, 0), Run()
 
         def __getitem__(self, grid):
             return lambda *arguments, stream: seen.append((grid, arguments, stream))
 
-        def run(self, *everything):
-            seen.append(everything)
+    return Code()
 
+
+@pytest.mark.parametrize(
+    ("release", "past"), [("3.6.0", True), ("3.6.1+cu130", True), ("3.5.1", False), ("3.60.0", False)]
+)
+def test_only_known_releases_are_launched_from_inside(release, past, monkeypatch):
+    seen = []
     monkeypatch.setattr(triton_program.triton, "__version__", release)
-    launch = triton_program._launcher(Code(), (2, 3, 1))
-    usual, direct = ((2, 3, 1), (4096, 5), 77), (2, 3, 1, 77, 11, (4, 1, 0), None, None, None, 4096, 5)
-    launch(4096, 5, stream=77)
+    triton_program._launcher(inside_code(seen), (2, 3, 1), None)(77, 4096, 5)
+    usual = ((2, 3, 1), (4096, 5), 77)
+    direct = (2, 3, 1, 77, 11, False, True, None, None, (4, 1, 0), None, None, None, 4096, 5)
+    assert seen == [direct if past else usual]
+
+
+def test_kernels_that_need_memory_of_tritons_are_left_to_it(monkeypatch):
+    seen = []
+    monkeypatch.setattr(triton_program.triton, "__version__", "3.6.0")
+    triton_program._launcher(inside_code(seen, scratch=128), (2, 3, 1), None)(77, 4096)
+    assert seen == [((2, 3, 1), (4096,), 77)]
+
+
+def test_descriptors_are_encoded_once_for_each_weight(monkeypatch):
+    """With the function that Triton's launcher wraps, and by what it knows of the kernel's descriptor."""
+    seen, made = [], []
+    monkeypatch.setattr(triton_program.triton, "__version__", "3.6.0")
+    code = inside_code(seen)
+
+    def wrapped(launcher, tensordesc_meta):
+        return lambda *everything: launcher(*everything, tensordesc_meta)
+
+    code.run.launch = wrapped(code.run.launch, ["swizzle"])
+
+    def encoded(self, descriptor):
+        made.append(
+            (self._meta, descriptor.base.value, descriptor.shape, descriptor.strides, descriptor.block_shape)
+        )
+        return "map", *descriptor.shape
+
+    monkeypatch.setattr(triton_program._Inside, "encoded", encoded)
+    launch = triton_program._launcher(
+        code, (2, 3, 1), triton_program.Engine(1, torch.bfloat16, (256, 64), (32, 16))
+    )
+    for weight in (4096, 8192, 4096):
+        launch(77, 16, weight, None, 5)
+    assert made == [("swizzle", weight, [256, 64], [64, 1], [32, 16]) for weight in (4096, 8192)]
+    assert [call[-6:] for call in seen] == [(16, weight, "map", 256, 64, 5) for weight in (4096, 8192, 4096)]
+
+
+def test_a_profiler_hears_of_every_launch(monkeypatch):
+    """Triton calls its hooks, so what goes past it waits until nobody listens."""
+    monkeypatch.setattr(triton_program.triton, "__version__", "3.6.0")
+    series = triton_program.Series([])
+    series.through_triton(True, [])
+    assert series.ready
     runtime = triton_program.triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         hook.add(print)
-        launch(4096, 5, stream=77)
+        assert not series.ready
         hook.remove(print)
-    launch(4096, 5, stream=77)
-    without = direct if past else usual
-    assert seen == [without, usual, usual, without]
+    assert series.ready
+    monkeypatch.setattr(triton_program.triton, "__version__", "3.5.0")
+    runtime.launch_enter_hook.add(print)
+    assert series.ready, "there, the way that is taken calls them"
+    runtime.launch_enter_hook.remove(print)
 
 
 def test_alignment_is_that_of_all_tensors():

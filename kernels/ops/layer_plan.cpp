@@ -18,21 +18,24 @@ Layer::Layer(const moe_layer_args& a, const KernelTable& t, int threads)
   i_steps = steps_of(args.intermediate);
   pairs = args.tokens * (args.mode == MOE_BATCHED ? args.experts : args.topk);
   const int64_t promised = memory_promised(pairs, args.hidden, args.intermediate);
-  // More slices cost less than fewer rows a task, for which panels are read more often.
-  for (int notch = 0;; ++notch) {
+  const auto cut_up = [&](int notch, int64_t least_slices) {
     cut = cut_at(notch, args.tokens, table.block_rows, table.f32_blocks, machine);
-    for (int64_t least : {1, 4, 8, 16}) {
-      slices = args.mode == MOE_REDUCED ? column_slices(pairs, args.hidden, least) : Slices{1, w2_count};
-      Arena measure(nullptr, 0);
-      lay_out(measure);
-      bytes = measure.used();
-      // Layers narrower than 192 columns may exceed the promise by the padding of their rows; they are cut as finely as it gets.
-      const bool finest = cut.threads == 1 && cut.rows.task == 1 && least == kMostSlices;
-      if (bytes > promised && !finest) continue;
-      machine.threads = cut.threads;
-      return;
-    }
+    slices = args.mode == MOE_REDUCED ? column_slices(pairs, args.hidden, least_slices) : Slices{1, w2_count};
+    Arena measure(nullptr, 0);
+    lay_out(measure);
+    bytes = measure.used();
+    return bytes <= promised;
+  };
+  // More slices cost less than fewer rows a task, for which panels are read more often.
+  bool fits = false;
+  for (int notch = 0; !fits; ++notch) {
+    for (int64_t least : {1, 4, 8, 16}) fits = fits || cut_up(notch, least);
+    if (fits || cut.threads > 1 || cut.rows.task > 1) continue;
+    // Layers narrower than 192 columns may exceed the promise by the padding of their rows alone, which no cut takes away.
+    cut_up(0, kMostSlices);
+    break;
   }
+  machine.threads = cut.threads;
 }
 
 void Layer::lay_out(void* scratch) {

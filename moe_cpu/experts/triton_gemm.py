@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,30 +14,10 @@ from torch import Tensor
 from moe_cpu.checks import default_gate_layout
 from moe_cpu.experts import triton_kernels as kernels
 from moe_cpu.experts.triton_launch import Launch, Plan, fitted
-from moe_cpu.triton_program import Program, Step, descriptor, descriptor_of, program
+from moe_cpu.triton_program import Engine, Step, program
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-class Gemm(NamedTuple):
-    """A GEMM's launch; `seen` and `tile` are for its copy engine descriptor, None where threads load the weights."""
-
-    program: Program
-    grid: tuple[int, int, int]
-    numbers: tuple[int, ...]
-    seen: tuple[int, int] | None
-    tile: tuple[int, int]
-
-    def step(self, *pointers: int) -> Step:
-        return Step(self.program, self.grid, pointers, self.numbers)
-
-    def descriptor(self, weight: Tensor) -> Any:
-        """For launches through Triton."""
-        return None if self.seen is None else descriptor(weight, self.seen, self.tile)
-
-    def descriptor_of(self, address: int, dtype: torch.dtype) -> Any:
-        """For launches past Triton."""
-        return None if self.seen is None else descriptor_of(address, dtype, self.seen, self.tile)
+_WEIGHT = 1  # position of the weight among both kernels' pointers
 
 
 class Problem(NamedTuple):
@@ -50,8 +31,9 @@ class Problem(NamedTuple):
 
 
 def first_gemm(
-    problem: Problem, index: tuple[Any, ...], activation: str, x: Tensor, w1: Tensor, bias: Tensor | None
-) -> Gemm:
+    problem: Problem, pointers: Sequence[int], index: tuple[Any, ...], activation: str, x: Tensor, w1: Tensor, bias: Tensor | None
+) -> Step:  # fmt: skip
+    """The launch of act(x w1^T + b1). Where its `pointers` stand in the table of a series is for the caller to say; those of `index` have these dtypes."""
     pairs, topk, num_ids, tokens, blocks, E, K, I = problem.sizes
     layout = default_gate_layout(activation)
     gated, alternating = layout != "none", layout == "interleaved"
@@ -64,28 +46,29 @@ def first_gemm(
     flags = (("ACTIVATION", activation), ("GATED", gated), ("INTERLEAVED", alternating))
     numbers = (pairs, topk, num_ids, tokens, blocks, E, K, I, *strides)
     return _gemm(
-        problem, kernels.first_gemm, problem.plan.first, 2 if gated else 1, I, K, "EVEN_K", seen, w1, bias,
+        problem, pointers, kernels.first_gemm, problem.plan.first, 2 if gated else 1, I, K, "EVEN_K", seen, w1, bias,
         (x.dtype, *index, K, I, strides), flags, numbers,
     )  # fmt: skip
 
 
 def second_gemm(
-    problem: Problem, index: tuple[Any, ...], w2: Tensor, bias: Tensor | None, result: torch.dtype
-) -> Gemm:
+    problem: Problem, pointers: Sequence[int], index: tuple[Any, ...], w2: Tensor, bias: Tensor | None, result: torch.dtype
+) -> Step:  # fmt: skip
+    """The launch of h w2^T + b2."""
     pairs, _, num_ids, tokens, blocks, E, K, I = problem.sizes
     strides = (*w2.stride(), *((0, 0) if bias is None else bias.stride()))
     numbers = (pairs, num_ids, tokens, blocks, E, K, I, *strides)
     return _gemm(
-        problem, kernels.second_gemm, problem.plan.second, 1, K, I, "EVEN_I", (E * K, I), w2, bias,
+        problem, pointers, kernels.second_gemm, problem.plan.second, 1, K, I, "EVEN_I", (E * K, I), w2, bias,
         (*index, result, K, I, strides), (), numbers,
     )  # fmt: skip
 
 
 def _gemm(
-    problem: Problem, kernel: Any, launch: Launch, operands: int, columns: int, depth: int, even: str,
+    problem: Problem, pointers: Sequence[int], kernel: Any, launch: Launch, operands: int, columns: int, depth: int, even: str,
     seen: tuple[int, int], weight: Tensor, bias: Tensor | None, kinds: tuple[Any, ...],
     flags: tuple[tuple[str, Any], ...], numbers: tuple[int, ...],
-) -> Gemm:  # fmt: skip
+) -> Step:  # fmt: skip
     device, plan, order = problem.device, problem.plan, problem.order
     shared, engine = _limits(device)
     launch = fitted(launch, plan.m, operands, weight.element_size(), shared)
@@ -98,7 +81,8 @@ def _gemm(
     )  # fmt: skip
     made = program(kernel, device, kinds, constants, launch.warps, launch.stages)
     grid = (problem.sizes[4] * triton.cdiv(columns, launch.n), 1, 1)
-    return Gemm(made, grid, numbers, seen if tma else None, (launch.n, launch.k))
+    reads = Engine(_WEIGHT, weight.dtype, seen, (launch.n, launch.k)) if tma else None
+    return Step(made, grid, pointers, numbers, reads)
 
 
 def _suits_engine(weight: Tensor, seen: tuple[int, int]) -> bool:

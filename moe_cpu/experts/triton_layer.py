@@ -29,9 +29,9 @@ _SUM_COLUMNS = 1024
 # Forms of calls that are kept; a server that meets more starts afresh now and then.
 _FORMS = 4096
 _forms: dict[tuple[Any, ...], _Layer] = {}
-# The table of pointers that a layer's launches take theirs from: the caller's tensors, what the copy engine needs of the weights, scratch memory.
+# The table of pointers that a layer's launches take theirs from: the caller's tensors, nothing, scratch memory.
 _X, _W1, _W2, _W1_BIAS, _W2_BIAS, _IDS, _MAP, _COUNTS, _WEIGHTS, _OUT = range(10)
-_NONE, _W1_TILES, _W2_TILES, _H, _Y, _SORTED_IDS, _EXPERT_IDS, _USED, _COUNTED = range(10, 19)
+_NONE, _H, _Y, _SORTED_IDS, _EXPERT_IDS, _USED, _COUNTED = range(10, 17)
 
 
 def routed(
@@ -164,16 +164,12 @@ class _Layer:
         self.pieces = Pieces(
             [(slots * I, w1.dtype), (sums, torch.float32), *((n, torch.int32) for n in index)]
         )
-        self.device, self.dtype, self.num_ids = device, w1.dtype, num_ids
+        self.device, self.num_ids = device, num_ids
         mapped = order == _UNSORTED and map is not None  # the GEMMs look at ids themselves
         problem = Problem(device, plan, order, mapped, (pairs, topk, num_ids, tokens, blocks, E, K, I))
         id_kinds: tuple[Any, ...] = (None if ids is None else ids.dtype, None if map is None else map.dtype)
-        pointers = (
-            *(id_kinds if order == _UNSORTED else (None, None)),
-            None if counts is None else counts.dtype,
-        )
-        self.first = first_gemm(problem, pointers, activation, x, w1, w1_bias)
-        self.second = second_gemm(problem, pointers, w2, w2_bias, torch.float32 if reduce else out.dtype)
+        searched = id_kinds if order == _UNSORTED else (None, None)
+        index_kinds = (*searched, None if counts is None else counts.dtype)
         where = {
             _SORTED: (_SORTED_IDS, _EXPERT_IDS, _USED, _NONE, _NONE, _NONE),
             _UNSORTED: (_NONE, _NONE, _NONE, _IDS, _MAP, _NONE),
@@ -182,8 +178,12 @@ class _Layer:
         steps = (
             [] if sort is None else sort.steps(_IDS, _MAP, _NONE, _SORTED_IDS, _EXPERT_IDS, _USED, _COUNTED)
         )
-        steps.append(self.first.step(_X, _W1, _W1_TILES, _W1_BIAS, _H, *where))
-        down = self.second.step(_H, _W2, _W2_TILES, _W2_BIAS, _Y if reduce else _OUT, *where)
+        pointers = (_X, _W1, _NONE, _W1_BIAS, _H, *where)
+        steps.append(first_gemm(problem, pointers, index_kinds, activation, x, w1, w1_bias))
+        pointers = (_H, _W2, _NONE, _W2_BIAS, _Y if reduce else _OUT, *where)
+        down = second_gemm(
+            problem, pointers, index_kinds, w2, w2_bias, torch.float32 if reduce else out.dtype
+        )
         has_map, kinds = ("HAS_MAP", map is not None), (*id_kinds, out.dtype, K)
         if reduce:
             kinds += (None if weights is None else weights.dtype, topk, *out.stride())
@@ -205,12 +205,8 @@ class _Layer:
 
     def completed(self, tensors: Sequence[Any], scratch: DeviceScratch, stream: int) -> list[Any]:
         """The table with tensors."""
-        tiles = self.first.descriptor(tensors[_W1]), self.second.descriptor(tensors[_W2])
-        return [*tensors, None, *tiles, *scratch.tensors(self.device, stream, self.pieces)]
+        return [*tensors, None, *scratch.tensors(self.device, stream, self.pieces)]
 
     def complete(self, table: list[Any], scratch: DeviceScratch, stream: int) -> None:
         """Adds what is missing to a table with the addresses of the caller's tensors."""
-        table += (
-            None, self.first.descriptor_of(table[_W1], self.dtype), self.second.descriptor_of(table[_W2], self.dtype),
-            *scratch.addresses(self.device, stream, self.pieces),
-        )  # fmt: skip
+        table += (None, *scratch.addresses(self.device, stream, self.pieces))
