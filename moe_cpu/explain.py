@@ -81,6 +81,9 @@ def _explain_weights(x: Any, w1: Any, w2: Any, width: int, activation: str) -> t
                 name, symbols, (), weight.shape, dtype=weight.dtype, hint="stack the experts in dimension 0"
             )
     E, K = w1.shape[0], x.shape[1]
+    # Without a gate, swapped weights look like weights that are transposed both.
+    if width == 2 and w2.shape[2] == w1.shape[1] == K and w2.shape[1] == 2 * w1.shape[2]:
+        raise shape_error("w1", rows, tuple(w2.shape), w1.shape, dtype=w1.dtype, hint="swap w1 and w2")
     turned_w1, turned_w2 = tuple(w1.transpose(1, 2).shape), tuple(w2.transpose(1, 2).shape)
     if w1.shape[2] != K and turned_w1[2] == K:
         raise shape_error("w1", rows, turned_w1, w1.shape, dtype=w1.dtype, hint="pass w1.transpose(1, 2)")

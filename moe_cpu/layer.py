@@ -191,6 +191,8 @@ class MoELayer(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if not isinstance(config, MoELayerConfig):
+            raise ArgumentError(f"config: expected a MoELayerConfig, got {type(config).__name__}")
         super().__init__()
         self.config = config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}

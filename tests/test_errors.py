@@ -39,6 +39,7 @@ REFUSALS = [
 ]
 DENSE_REFUSALS = [
     ({"w1": CASE.w1.transpose(1, 2)}, errors.ShapeError, r"w1.*\[E, N, K\] = \[4, 96, 64\] bf16, got \[4, 64, 96\]; pass w1\.transpose\(1, 2\)"),
+    ({"w1": CASE.w2, "w2": CASE.w1}, errors.ShapeError, r"w1.*\[4, 96, 64\] bf16, got \[4, 64, 48\]; swap w1 and w2"),
     ({"w2": CASE.w2.transpose(1, 2)}, errors.ShapeError, r"w2.*\[4, 64, 48\].*\[4, 48, 64\].*w2\.transpose\(1, 2\)"),
     ({"w1": CASE.w1[0]}, errors.ShapeError, r"w1.*\[E, N, K\].*\[96, 64\]"),
     ({"w2": CASE.w2[:3]}, errors.ShapeError, r"w2.*\[4, 64, 48\].*\[3, 64, 48\]"),

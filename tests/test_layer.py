@@ -212,5 +212,10 @@ def test_impossible_configurations_are_refused(changes: dict[str, Any], words: s
 
 
 @torch.no_grad()
+def test_what_is_no_configuration_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="config: expected a MoELayerConfig, got int"):
+        MoELayer(8)  # type: ignore[arg-type]
+
+
 def test_no_tokens() -> None:
     assert make("plain")(tokens(0)).shape == (1, 0, 48)

@@ -1,7 +1,8 @@
 """Runs a suite on a GPU: cases, checks, comparisons and reports are those of the CPU; times are CUDA events around calls to an idle GPU.
 
-So a time has everything a caller waits for: what the host does before the first launch, gaps between launches, and the kernels. ``triton:graph`` is the same
-call replayed as a CUDA graph, which leaves the host's part out.
+So a time has everything a caller waits for: what the host does before the first launch, gaps between launches, and the kernels. ``triton:queued`` is the same
+call made while the GPU is busy, as it is when the layer before has not finished: the host's part counts where it is longer than the GPU's. ``triton:graph``
+is the call replayed as a CUDA graph, on an idle GPU.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from moe_cpu.benchmark.report import FAILED, OK, SKIPPED, WRONG, Report, Row
 from moe_cpu.errors import ArgumentError, BackendUnavailable
 from moe_cpu.models import ModelShape
 
-CONTENDERS = ("triton", "triton:graph", "grouped_mm", "torch_loop")
-NAMES = ("triton", "triton:graph", "reference", "grouped_mm", "torch_loop")
-_GRAPH = ":graph"
+CONTENDERS = ("triton", "triton:queued", "triton:graph", "grouped_mm", "grouped_mm:queued", "torch_loop")
+NAMES = (*CONTENDERS, "reference")
+_GRAPH, _QUEUED = ":graph", ":queued"
 # What routing costs by itself: a prefill's ids, as many experts as published models have.
 _ALIGNED = (16384, 8, 256, 64)
 
@@ -55,11 +56,12 @@ def run(
     if not torch.cuda.is_available():
         raise BackendUnavailable(f"bench: torch {torch.__version__} sees no CUDA device")
     tell = progress or (lambda text: None)
-    contenders = {name: backends.find(name.removesuffix(_GRAPH)) for name in names}
+    found = {name: backends.find(name) for name in dict.fromkeys(map(_called, names))}
+    contenders = {name: found[_called(name)] for name in names}
     cache = torch.cuda.get_device_properties(0).L2_cache_size if suite.cold else 0
     available = torch.cuda.mem_get_info()[0]
     for shape in suite.shapes:
-        memory.plan(shape, max(suite.tokens), list(contenders.values()), 0, 2 * cache, available)
+        memory.plan(shape, max(suite.tokens), list(found.values()), 0, 2 * cache, available)
     with torch.no_grad():
         tell("ceilings")
         report = Report(_environment(), cuda_timing.ceilings())
@@ -168,7 +170,8 @@ class _Point:
     def _time(self, calls: dict[str, Callable[[], Tensor]], rows: dict[str, Row]) -> None:
         cold = self.evict.numel() > 0
         empty = self.evict.sum if cold else (lambda: None)
-        taken = cuda_timing.interleave(calls, self._renew, self.suite.seconds, empty)
+        queued = [name for name in calls if name.endswith(_QUEUED)]
+        taken = cuda_timing.interleave(calls, self._renew, self.suite.seconds, empty, queued)
         work = roofline.median_work(self.works[1:])  # the first round was not timed
         baseline = self.suite.baseline
         for name, seconds in taken.items():
@@ -181,7 +184,7 @@ class _Point:
 
 
 def _summaries(rows: list[Row]) -> list[str]:
-    """For each contender of ours, how it stands to the best of the others over all points."""
+    """For each contender of ours, how it stands at each point to the best of the others that was called the same way."""
     points: dict[tuple[Any, ...], dict[str, float]] = {}
     ours = dict.fromkeys(row.case.contender for row in rows if row.ours)
     for row in rows:
@@ -193,7 +196,8 @@ def _summaries(rows: list[Row]) -> list[str]:
         ratios = [
             min(others) / times[name]
             for times in points.values()
-            if name in times and (others := [t for other, t in times.items() if other not in ours])
+            if name in times
+            and (others := [t for other, t in times.items() if other not in ours and _alike(name, other)])
         ]
         if ratios:
             out.append(
@@ -201,6 +205,15 @@ def _summaries(rows: list[Row]) -> list[str]:
                 f"least {min(ratios):.2f}x, {len(ratios)} points"
             )
     return out
+
+
+def _called(name: str) -> str:
+    """The contender of that name, however its calls are made."""
+    return name.partition(":")[0]
+
+
+def _alike(name: str, other: str) -> bool:
+    return name.endswith(_QUEUED) == other.endswith(_QUEUED)
 
 
 def _align_note() -> str:

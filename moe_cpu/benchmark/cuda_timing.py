@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from moe_cpu.models import ModelShape
 _COPIED_BYTES = 1 << 32
 _MATRIX = 8192
 _PROBES = 20
+# Products that keep the card busy, about a millisecond, while the host gets ahead of it.
+_WAIT_MATRIX, _WAIT_PRODUCTS = 4096, 5
 
 
 def interleave(
@@ -28,6 +30,7 @@ def interleave(
     renew: Callable[[], None],
     seconds: float,
     before: Callable[[], Any],
+    queued: Collection[str] = (),
 ) -> dict[str, list[float]]:
     """Times every call in turn until the time is used up, as `moe_cpu.benchmark.timing.interleave` does on the CPU.
 
@@ -35,12 +38,14 @@ def interleave(
         renew: puts new inputs in place at the start of a round, not timed.
         seconds: of the whole loop; at least `MIN_CALLS` rounds are made, at most `MAX_CALLS`.
         before: called before each call, not timed; the GPU is idle when a call starts.
+        queued: calls that are made while the GPU is busy with other work; their time begins when that ends.
 
     Returns: seconds of each call; one round more is made at the beginning and not counted.
     """
     names = list(calls)
     taken: dict[str, list[float]] = {name: [] for name in names}
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    wait = _waiting() if queued else None
     until = math.inf
     for number in range(MAX_CALLS + 1):
         if number == 1:
@@ -52,6 +57,8 @@ def interleave(
             name = names[(i + number) % len(names)]
             before()
             torch.cuda.synchronize()
+            if wait is not None and name in queued:
+                wait()
             start.record()
             calls[name]()
             end.record()
@@ -59,6 +66,18 @@ def interleave(
             if number > 0:
                 taken[name].append(start.elapsed_time(end) * 1e-3)
     return taken
+
+
+def _waiting() -> Callable[[], None]:
+    a, b = (torch.randn((_WAIT_MATRIX, _WAIT_MATRIX), device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def wait() -> None:
+        for _ in range(_WAIT_PRODUCTS):
+            torch.mm(a, b, out=out)
+
+    wait()
+    return wait
 
 
 def graphed(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
