@@ -218,7 +218,7 @@ def test_results_survive_the_file(tmp_path):
     assert row.efficiency == pytest.approx(row.limit / row.times.median)
     assert row.bandwidth == pytest.approx(row.work.bytes / row.times.median)
     path.write_text(json.dumps({**data, "schema": 99}))
-    with pytest.raises(ArgumentError, match=r"schema 1, got 99"):
+    with pytest.raises(ArgumentError, match=r"schema 1, got schema 99"):
         Report.load(path)
     for broken in ("{", "{}", "[]", json.dumps({**data, "rows": [{}]})):
         path.write_text(broken)

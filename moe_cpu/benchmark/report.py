@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from moe_cpu.benchmark.case import Case
 from moe_cpu.benchmark.memory import scratch_bound
 from moe_cpu.benchmark.roofline import Ceilings, Work
+from moe_cpu.benchmark.saved import SavedReport
 from moe_cpu.benchmark.timing import Comparison, Times
-from moe_cpu.errors import ArgumentError
 from moe_cpu.models import ModelShape
 
 K = TypeVar("K", bound=Hashable)
-
-# Raised when the meaning of a field changes.
-SCHEMA = 1
 
 OK, SKIPPED, WRONG, FAILED = "ok", "skipped", "wrong", "failed"
 
@@ -106,7 +100,7 @@ class Row:
 
 
 @dataclass
-class Report:
+class Report(SavedReport):
     """Rows and what they were measured under.
 
     Attributes:
@@ -132,62 +126,15 @@ class Report:
         """Whether no backend of ours gave a wrong answer or raised."""
         return not any(row.ours and row.status in (WRONG, FAILED) for row in self.rows)
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; derived numbers are left out, `from_dict` has them again."""
-        return {"schema": SCHEMA, **dataclasses.asdict(self)}
-
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Report:
-        """Reads what `to_dict` made.
-
-        Raises:
-            ArgumentError: another schema.
-        """
-        schema = data.get("schema")
-        if schema != SCHEMA:
-            raise ArgumentError(f"results: expected schema {SCHEMA}, got {schema!r}")
+    def parts(cls, data: dict[str, Any]) -> dict[str, Any]:
         ceilings = data["ceilings"]
-        rows = [_row(row) for row in data["rows"]]
-        fewer = [Ceilings(**one) for one in data.get("fewer_threads", ())]
-        return cls(
-            data["environment"],
-            None if ceilings is None else Ceilings(**ceilings),
-            rows,
-            data["notes"],
-            fewer,
-        )
-
-    def save(self, path: str | Path) -> None:
-        """Writes the JSON file, and the folders above it if they are missing."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Report:
-        """Reads a JSON file that `save` wrote.
-
-        Raises:
-            ArgumentError: it is not one.
-        """
-        try:
-            return cls.from_dict(read_json(path))
-        except (KeyError, TypeError) as error:
-            raise ArgumentError(f"results: {path} cannot be read: {error}") from error
-
-
-def read_json(path: str | Path) -> dict[str, Any]:
-    """The object in a results file.
-
-    Raises:
-        ArgumentError: there is no such file, or no such object in it.
-    """
-    try:
-        data = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"results: {path} cannot be read: {error}") from error
-    if not isinstance(data, dict):
-        raise ArgumentError(f"results: {path} cannot be read: expected a JSON object")
-    return data
+        return {
+            **data,
+            "ceilings": None if ceilings is None else Ceilings(**ceilings),
+            "rows": [_row(row) for row in data["rows"]],
+            "fewer_threads": [Ceilings(**one) for one in data.get("fewer_threads", ())],
+        }
 
 
 def _row(data: dict[str, Any]) -> Row:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from moe_cpu.benchmark.end_to_end.report import KIND, EndToEndReport
-from moe_cpu.benchmark.overheads.report import KIND as OVERHEADS
-from moe_cpu.benchmark.report import Report, read_json
+from moe_cpu.benchmark.end_to_end.report import EndToEndReport
+from moe_cpu.benchmark.overheads.report import OverheadsReport
+from moe_cpu.benchmark.report import Report
+from moe_cpu.benchmark.saved import read_json
 from moe_cpu.errors import ArgumentError
 
 
@@ -29,11 +30,11 @@ def run(options: argparse.Namespace) -> int:
     from moe_cpu.benchmark.end_to_end import plot as end_to_end_plot
 
     kind = read_json(options.results).get("kind")
-    if kind == OVERHEADS:
+    if kind == OverheadsReport.kind:
         raise ArgumentError(
             f"plot: {options.results} holds overheads, a few numbers of which there is no picture"
         )
-    if kind == KIND:
+    if kind == EndToEndReport.kind:
         end_to_end_plot.save(EndToEndReport.load(options.results), options.picture)
     else:
         plot.save(Report.load(options.results), options.picture)

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from moe_cpu.benchmark.end_to_end.high_water import Bytes
-from moe_cpu.benchmark.report import FAILED, OK, WRONG, read_json
+from moe_cpu.benchmark.report import FAILED, OK, WRONG
+from moe_cpu.benchmark.saved import SavedReport
 from moe_cpu.benchmark.timing import Comparison, Times
-from moe_cpu.errors import ArgumentError
-
-# What tells these files from those of single layers.
-KIND = "end_to_end"
-# Raised when the meaning of a field changes.
-SCHEMA = 1
 
 
 @dataclass
@@ -103,7 +95,7 @@ class Released:
 
 
 @dataclass
-class EndToEndReport:
+class EndToEndReport(SavedReport):
     """Everything measured.
 
     Attributes:
@@ -116,6 +108,8 @@ class EndToEndReport:
         points: by batch, then by implementation.
         notes: sentences a reader should know.
     """
+
+    kind: ClassVar[str] = "end_to_end"
 
     environment: dict[str, Any]
     settings: dict[str, Any]
@@ -132,41 +126,10 @@ class EndToEndReport:
         missing = self.released is None and "moe_cpu" in self.settings["implementations"]
         return not missing and not any(point.status in (WRONG, FAILED) for point in self.points)
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; derived numbers are left out."""
-        return {"kind": KIND, "schema": SCHEMA, **dataclasses.asdict(self)}
-
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> EndToEndReport:
-        """Reads what `to_dict` made.
-
-        Raises:
-            ArgumentError: another kind or schema.
-        """
-        found = (data.get("kind"), data.get("schema"))
-        if found != (KIND, SCHEMA):
-            raise ArgumentError(f"results: expected kind {KIND!r} and schema {SCHEMA}, got {found}")
-        rest = {key: value for key, value in data.items() if key not in ("kind", "schema")}
-        rest["released"] = None if rest["released"] is None else released_from(rest["released"])
-        rest["points"] = [_point(point) for point in rest["points"]]
-        return cls(**rest)
-
-    def save(self, path: str | Path) -> None:
-        """Writes the JSON file, and the folders above it if they are missing."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> EndToEndReport:
-        """Reads a JSON file that `save` wrote.
-
-        Raises:
-            ArgumentError: it is not one.
-        """
-        try:
-            return cls.from_dict(read_json(path))
-        except (KeyError, TypeError) as error:
-            raise ArgumentError(f"results: {path} cannot be read: {error}") from error
+    def parts(cls, data: dict[str, Any]) -> dict[str, Any]:
+        released = None if data["released"] is None else released_from(data["released"])
+        return {**data, "released": released, "points": [_point(point) for point in data["points"]]}
 
 
 def released_from(data: dict[str, Any]) -> Released:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from moe_cpu.benchmark.report import read_json
+from moe_cpu.benchmark.saved import SavedReport
 from moe_cpu.benchmark.timing import Comparison, Times, compare, summarise
-from moe_cpu.errors import ArgumentError
-
-# What tells these files from those of layers.
-KIND = "overheads"
-# Raised when the meaning of a field changes.
-SCHEMA = 1
 
 
 @dataclass
@@ -63,7 +54,7 @@ class PackingPeak:
 
 
 @dataclass
-class OverheadsReport:
+class OverheadsReport(SavedReport):
     """Everything measured.
 
     Attributes:
@@ -73,6 +64,8 @@ class OverheadsReport:
         peak: None when its process failed; a note says so.
         notes: sentences a reader should know.
     """
+
+    kind: ClassVar[str] = "overheads"
 
     environment: dict[str, Any]
     packed_layer: str
@@ -85,29 +78,10 @@ class OverheadsReport:
         """Whether every answer was right and memory could be measured."""
         return self.peak is not None and not any(cost.wrong for cost in self.costs)
 
-    def save(self, path: str | Path) -> None:
-        """Writes the JSON file, and the folders above it if they are missing."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        data = {"kind": KIND, "schema": SCHEMA, **dataclasses.asdict(self)}
-        Path(path).write_text(json.dumps(data, indent=1) + "\n")
-
     @classmethod
-    def load(cls, path: str | Path) -> OverheadsReport:
-        """Reads a JSON file that `save` wrote.
-
-        Raises:
-            ArgumentError: it is not one.
-        """
-        data = read_json(path)
-        found = (data.pop("kind", None), data.pop("schema", None))
-        if found != (KIND, SCHEMA):
-            raise ArgumentError(f"results: expected kind {KIND!r} and schema {SCHEMA} in {path}, got {found}")
-        try:
-            data["costs"] = [_cost(cost) for cost in data["costs"]]
-            data["peak"] = None if data["peak"] is None else PackingPeak(**data["peak"])
-            return cls(**data)
-        except (KeyError, TypeError) as error:
-            raise ArgumentError(f"results: {path} cannot be read: {error}") from error
+    def parts(cls, data: dict[str, Any]) -> dict[str, Any]:
+        peak = None if data["peak"] is None else PackingPeak(**data["peak"])
+        return {**data, "costs": [_cost(cost) for cost in data["costs"]], "peak": peak}
 
 
 def _cost(data: dict[str, Any]) -> Cost:
