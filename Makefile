@@ -25,7 +25,7 @@ $(VENV)/.torch:
 ifneq ($(strip $(TORCH_INDEX)),)
 	@{ timeout 8 $(PIP) index versions torch --index-url $(TORCH_INDEX) --retries 0 >/dev/null 2>&1 && \
 	  $(PIP) install --no-deps --index-url $(TORCH_INDEX) --retries 1 "$(TORCH)" 2>/dev/null; } || \
-	  echo "no $(TORCH) from $(TORCH_INDEX); taking the default index's"
+	  echo "$(TORCH) cannot be had from $(TORCH_INDEX); taking the default index's, which may bring 5 GB of CUDA"
 endif
 	$(PIP) install "$(TORCH)"
 	touch $@

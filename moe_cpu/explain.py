@@ -36,6 +36,10 @@ def explain_call(
         "w2_bias": w2_bias,
     }
     tensors |= {name: value for name, value in optional.items() if value is not None}
+    if w2 is not None and is_packed(w1, None):
+        raise ArgumentError(
+            f"w2: expected None beside a PackedExperts, which holds both weights, got {type(w2).__name__}; pass (x, experts, None, topk_weights, topk_ids)"
+        )
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             wanted = "a tensor, or PackedExperts with w2=None" if name in ("w1", "w2") else "a tensor"

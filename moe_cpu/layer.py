@@ -12,7 +12,15 @@ from torch import nn
 from moe_cpu import isa, released
 from moe_cpu.activations import activate
 from moe_cpu.checks import activation_width, default_gate_layout
-from moe_cpu.errors import ArgumentError, IsaUnavailable, NoBackward, dtype_name, unknown_name_error
+from moe_cpu.errors import (
+    ArgumentError,
+    IsaUnavailable,
+    NoBackward,
+    ShapeError,
+    dtype_error,
+    dtype_name,
+    unknown_name_error,
+)
 from moe_cpu.pack_cache import packed_for
 from moe_cpu.routers import Routing, grouped_topk, sigmoid_top1, softmax_topk
 from moe_cpu.stored_op import run_stored
@@ -54,6 +62,10 @@ class MoELayerConfig:
     shared_gate_name: str = "shared_expert_gate"
 
     def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_experts", "topk"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ArgumentError(f"{name}: expected a whole number of at least 1, got {value!r}")
         if self.router not in ROUTERS:
             raise unknown_name_error("router", self.router, ROUTERS)
         activation_width(self.activation)
@@ -192,7 +204,9 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         if not isinstance(config, MoELayerConfig):
-            raise ArgumentError(f"config: expected a MoELayerConfig, got {type(config).__name__}")
+            raise ArgumentError(
+                f"config: expected MoELayerConfig(hidden_size, intermediate_size, num_experts, topk), got {type(config).__name__}"
+            )
         super().__init__()
         self.config = config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -232,11 +246,20 @@ class MoELayer(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Args:
-            hidden_states: `[..., K]`.
+            hidden_states: `[..., K]` in the layer's dtype.
         Returns: the same shape and dtype.
-        Raises: what `fused_experts` raises; NoBackward when a gradient is wanted from released weights.
+        Raises: ShapeError, DTypeError; what `fused_experts` raises; NoBackward when a gradient is wanted from released weights.
         """
-        c = self.config
+        c, dtype = self.config, getattr(self, self.config.router_name).weight.dtype
+        if not isinstance(hidden_states, torch.Tensor):
+            raise ArgumentError(f"hidden_states: expected a tensor, got {type(hidden_states).__name__}")
+        if hidden_states.dim() == 0 or hidden_states.shape[-1] != c.hidden_size:
+            raise ShapeError(
+                f"hidden_states: expected [..., K] with K = hidden_size = {c.hidden_size}, got {list(hidden_states.shape)}"
+            )
+        mixed = c.router_float32 or torch.is_autocast_enabled(hidden_states.device.type)
+        if hidden_states.dtype != dtype and not mixed:
+            raise dtype_error("hidden_states", f"{dtype_name(dtype)}, like the layer", hidden_states.dtype)
         x = hidden_states.reshape(-1, c.hidden_size)
         out = self.experts(x, getattr(self, c.router_name)(x))
         if c.shared_intermediate_size:

@@ -156,9 +156,13 @@ class PackedExperts:
         for e1, e2 in pairs(first, second):
             check_even(e1, gate_layout)
             if e2.shape[1] * (1 if gate_layout == "none" else 2) != e1.shape[0] or e2.shape[0] != e1.shape[1]:
+                swapped = (
+                    e1.shape[0] == e2.shape[1] and e2.shape[0] == 2 * e1.shape[1] and gate_layout != "none"
+                )
                 raise ShapeError(
                     f"w2: expected [K, I] = [{e1.shape[1]}, {e1.shape[0] // (1 if gate_layout == 'none' else 2)}] for every expert "
-                    f"(w1 has [N, K] = {list(e1.shape)}, gate {gate_layout}), got {list(e2.shape)}; pass nn.Linear order"
+                    f"(w1 has [N, K] = {list(e1.shape)}, gate {gate_layout}), got {list(e2.shape)}; "
+                    + ("swap w1 and w2" if swapped else "pass nn.Linear order")
                 )
             packed1.add(e1)
             packed2.add(e2)

@@ -55,6 +55,16 @@ DENSE_REFUSALS = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("native")
+def test_packed_weights_bring_both():
+    with pytest.raises(
+        errors.ArgumentError, match=r"w2: expected None beside a PackedExperts.*\(x, experts, None,"
+    ):
+        fused_experts(CASE.x, pack(CASE), CASE.w2, CASE.topk_weights, CASE.topk_ids)
+    with pytest.raises(errors.ShapeError, match="swap w1 and w2"):
+        PackedExperts.pack(CASE.w2, CASE.w1)
+
+
 @pytest.fixture
 def no_native_call(monkeypatch):
     def refuse(*_args, **_kwargs):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_cpu import isa as selection
-from moe_cpu.errors import ArgumentError, NoBackward
+from moe_cpu.errors import ArgumentError, DTypeError, NoBackward, ShapeError
 from moe_cpu.layer import MoELayer, MoELayerConfig
 from moe_cpu.released import dense, is_released
 
@@ -202,6 +202,8 @@ def test_repr_says_shapes_scheme_isa_and_memory() -> None:
     [
         ({"router": "soft"}, "router: expected one of softmax, grouped, sigmoid_top1, got 'soft'"),
         ({"activation": "mish"}, "activation: expected one of"),
+        ({"hidden_size": -1}, "hidden_size: expected a whole number of at least 1, got -1"),
+        ({"num_experts": "6"}, "num_experts: expected a whole number of at least 1, got '6'"),
         ({"topk": 9}, r"topk: expected 1 <= topk <= E = 6, got 9"),
         ({"router": "sigmoid_top1"}, "topk: expected 1"),
     ],
@@ -211,11 +213,26 @@ def test_impossible_configurations_are_refused(changes: dict[str, Any], words: s
         MoELayerConfig(**{"hidden_size": 48, "intermediate_size": 40, "num_experts": 6, "topk": 2} | changes)
 
 
-@torch.no_grad()
 def test_what_is_no_configuration_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="config: expected a MoELayerConfig, got int"):
+    with pytest.raises(ArgumentError, match=r"config: expected MoELayerConfig\(hidden_size, .*\), got int"):
         MoELayer(8)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("x", "error", "words"),
+    [
+        (torch.zeros(16, 32, dtype=torch.bfloat16), ShapeError, r"K = hidden_size = 64, got \[16, 32\]"),
+        (torch.zeros((), dtype=torch.bfloat16), ShapeError, "hidden_size"),
+        (torch.zeros(16, 64), DTypeError, "expected bf16, like the layer, got fp32"),
+        (3, ArgumentError, "expected a tensor, got int"),
+    ],
+)
+def test_inputs_of_another_kind_are_refused(x: Any, error: type[Exception], words: str) -> None:
+    layer = MoELayer(MoELayerConfig(64, 32, 4, 2), dtype=torch.bfloat16)
+    with torch.no_grad(), pytest.raises(error, match=f"hidden_states.*{words}"):
+        layer(x)
+
+
+@torch.no_grad()
 def test_no_tokens() -> None:
     assert make("plain")(tokens(0)).shape == (1, 0, 48)

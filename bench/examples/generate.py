@@ -13,7 +13,11 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+try:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+except ModuleNotFoundError:
+    sys.exit("generate.py: needs transformers, which is not installed; pip install '.[transformers]'")
 
 import moe_cpu.integrations.transformers as moe
 

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
+from moe_cpu import isa
 from moe_cpu.benchmark import ROUTINGS, Suite, cuda, plot, run, runner, table
 from moe_cpu.benchmark.baselines import BASELINES
 from moe_cpu.benchmark.case import DEVICES
@@ -13,7 +14,7 @@ from moe_cpu.benchmark.checkpoint import Checkpoint
 from moe_cpu.benchmark.report import SKIPPED
 from moe_cpu.cli import end_to_end, overheads
 from moe_cpu.cli.options import check_writable, counts, names, with_progress
-from moe_cpu.errors import ArgumentError
+from moe_cpu.errors import ArgumentError, IsaUnavailable
 from moe_cpu.models import MODELS, ModelShape, find
 
 # Small enough to say something useful within a minute on two cores; the proportions are those of Qwen3's layers.
@@ -106,6 +107,9 @@ def main(options: argparse.Namespace) -> int:
             options.threads = _one(options.threads)
             return instead.main(options)
     suite, checkpoint = build_suite(options)
+    for name in options.isa or ():
+        if name in isa.names() and (reason := isa.why_not(name)) is not None:
+            raise IsaUnavailable(f"bench: --isa {name}: {reason}")
     if options.plot:
         plot.pyplot()  # or it is refused before anything is measured
     for file in filter(None, (options.json, options.plot)):
@@ -182,7 +186,7 @@ def _contenders(suite: Suite, options: argparse.Namespace) -> dict[str, Any]:
         else options.backend
     )
     if options.isa:
-        forced = [f"native:{isa}" for isa in options.isa]
+        forced = [f"native:{name}" for name in options.isa]
         ours = [name for old in ours for name in (forced if old == "native" else [old])]
         if not set(forced) & set(ours):
             raise ArgumentError(
