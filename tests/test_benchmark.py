@@ -13,7 +13,7 @@ import pytest
 import torch
 from measuring import SHAPE, add_contender, make_quick, suite
 
-from moe_cpu import machine, ops
+from moe_cpu import isa, machine, ops
 from moe_cpu.benchmark import Report, backends, check, inputs, memory, roofline, routing, run, timing
 from moe_cpu.benchmark.baselines import BASELINES
 from moe_cpu.benchmark.baselines.torch_loop import TorchLoop
@@ -180,6 +180,17 @@ def test_the_cache_is_known_where_the_system_hides_it(monkeypatch, tmp_path):
 def test_an_unknown_cache_is_noted(monkeypatch):
     monkeypatch.setattr(memory, "last_level_cache_bytes", lambda: 0)
     assert "nobody says how large" in run(suite(cold=True)).notes[0]
+
+
+@pytest.mark.parametrize(("faster", "noted"), [(1e-6, True), (1e6, False)])
+def test_results_beyond_a_limit_are_explained(monkeypatch, faster, noted):
+    make_quick(monkeypatch)
+    ceilings = roofline.Ceilings(
+        {name: 1e13 * faster for name in isa.names()}, 1e12 * faster, torch.get_num_threads()
+    )
+    monkeypatch.setattr(roofline, "measure", lambda *_: ceilings)
+    notes = run(suite(cold=True)).notes
+    assert any("more than 100 %" in note for note in notes) is noted
 
 
 def test_a_cold_run_rotates_layers_or_empties_the_cache(monkeypatch):

@@ -190,6 +190,13 @@ def test_suites_that_are_refused(command, tmp_path, suite, message):
     assert re.search(message, err), err
 
 
+def test_a_forced_isa_that_cannot_run_is_refused_before_anything_is_measured(command, monkeypatch):
+    monkeypatch.setattr(isa, "why_not", lambda name: "this CPU has none" if name == "amx" else None)
+    got, out, err = command("bench", "--isa", "avx2,amx")
+    assert (got, out) == (1, "")
+    assert "--isa amx: this CPU has none" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
