@@ -116,12 +116,12 @@ class Series:
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self.steps = tuple(steps)
-        self._prepared = False
+        self._prepared = self._unheard = False
 
     @property
     def ready(self) -> bool:
         """Whether addresses will do for tensors: after a series of aligned tensors went through Triton, unless a profiler wants to hear of launches."""
-        return self._prepared and not _watched()
+        return self._prepared and not (self._unheard and _watched())
 
     def through_triton(self, keep: bool, table: Sequence[Any]) -> None:
         """Launches on the current stream, with tensors for pointers. `keep`: all of them are aligned, so the machine code may be used again."""
@@ -129,6 +129,7 @@ class Series:
             step.through_triton(keep, table)
         if keep:
             self._prepared = all([step.prepare() for step in self.steps])
+            self._unheard = _knows_inside()
 
     def direct(self, stream: int, table: Sequence[Any]) -> None:
         """Launches on a stream, with addresses for pointers, when ready."""
@@ -137,11 +138,15 @@ class Series:
 
 
 class _Inside:
-    """What is inside of Triton's launcher of machine code: the C function, and what stands between the stream and the kernel's arguments."""
+    """What is inside of Triton's launcher of machine code: the C function, and what stands between the stream and the kernel's arguments.
+
+    Raises: AttributeError, KeyError, ValueError: the inside is another.
+    """
 
     def __init__(self, compiled: Any) -> None:
         run = compiled.run
-        self.needs_memory = bool(run.global_scratch_size or run.profile_scratch_size)
+        if run.global_scratch_size or run.profile_scratch_size:
+            raise ValueError("needs memory that Triton allocates")
         self.launch, self._meta = run.launch, None
         if inspect.isfunction(run.launch):  # encodes descriptors on every launch
             within = inspect.getclosurevars(run.launch).nonlocals
@@ -159,7 +164,7 @@ def _launcher(compiled: Any, grid: tuple[int, int, int], engine: Engine | None) 
     """Launches machine code: (stream, *arguments). Where the inside of Triton's launcher is known, only that."""
     usual: Callable[..., None] = compiled[grid]
     inside = _inside(compiled) if _knows_inside() else None
-    if inside is None or inside.needs_memory:
+    if inside is None:
         if engine is None:
             return lambda stream, *arguments: usual(*arguments, stream=stream)
         return lambda stream, *arguments: usual(
@@ -174,13 +179,16 @@ def _launcher(compiled: Any, grid: tuple[int, int, int], engine: Engine | None) 
 
 
 @functools.cache
-def _inside(compiled: Any) -> _Inside:
-    return _Inside(compiled)
+def _inside(compiled: Any) -> _Inside | None:
+    try:
+        return _Inside(compiled)
+    except (AttributeError, KeyError, ValueError):
+        return None
 
 
 @functools.lru_cache(maxsize=4096)
 def _described(inside: _Inside | None, engine: Engine, address: int) -> tuple[Any, ...]:
-    """What a launch takes in the place of a descriptor of that memory; made once for each weight."""
+    """What a launch takes in the place of a descriptor of that memory; made once for each weight and kernel."""
     descriptor = engine.descriptor(Address(address, engine.dtype))
     return (descriptor,) if inside is None else inside.encoded(descriptor)
 
@@ -190,9 +198,7 @@ def _knows_inside() -> bool:
 
 
 def _watched() -> bool:
-    """Whether launches past Triton would be missed by a profiler."""
-    if not _knows_inside():
-        return False
+    """Whether a profiler listens, who would not hear of launches from inside."""
     runtime = triton.knobs.runtime
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 

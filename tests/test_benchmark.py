@@ -185,9 +185,7 @@ def test_an_unknown_cache_is_noted(monkeypatch):
 @pytest.mark.parametrize(("faster", "noted"), [(1e-6, True), (1e6, False)])
 def test_results_beyond_a_limit_are_explained(monkeypatch, faster, noted):
     make_quick(monkeypatch)
-    ceilings = roofline.Ceilings(
-        {name: 1e13 * faster for name in isa.names()}, 1e12 * faster, torch.get_num_threads()
-    )
+    ceilings = roofline.Ceilings({name: 1e13 * faster for name in isa.names()}, 1e12 * faster, threads=1)
     monkeypatch.setattr(roofline, "measure", lambda *_: ceilings)
     notes = run(suite(cold=True)).notes
     assert any("more than 100 %" in note for note in notes) is noted

@@ -244,5 +244,5 @@ def test_benchmark():
     report = cuda.run(suite)
     assert report.ok
     assert [(row.case.contender, row.reason) for row in report.rows if row.times is None] == []
-    assert len(report.notes) == 3
+    assert len(report.notes) == 4
     assert report.environment["gpu"]

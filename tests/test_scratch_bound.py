@@ -79,7 +79,7 @@ def test_blocks_of_k_of_both_products_have_the_same_bits(isa, set_threads):
 
 
 def test_layers_too_narrow_to_fit_are_not_cut_up_in_vain(isa, set_threads):
-    """Their rows' padding alone exceeds the promise, so every thread gets as many rows at a time as it would without one."""
+    """What they keep of each row exceeds the promise, so every thread gets as many rows at a time as it would without one."""
     shape, hands = ModelShape("narrow", 64, 8, 64, 64), []
     for M in (64, 100_000):
         sizes = []

@@ -153,14 +153,20 @@ def test_only_known_releases_are_launched_from_inside(release, past, monkeypatch
     assert seen == [direct if past else usual]
 
 
-def test_kernels_that_need_memory_of_tritons_are_left_to_it(monkeypatch):
+@pytest.mark.parametrize("change", ["memory", "names", "parts"])
+def test_what_is_not_as_expected_inside_is_left_to_triton(change, monkeypatch):
     seen = []
     monkeypatch.setattr(triton_program.triton, "__version__", "3.6.0")
-    triton_program._launcher(inside_code(seen, scratch=128), (2, 3, 1), None)(77, 4096)
+    code = inside_code(seen, scratch=128 if change == "memory" else 0)
+    if change == "names":
+        code.run.launch = lambda *everything: seen.append(everything)
+    if change == "parts":
+        del type(code.run).launch_pdl
+    triton_program._launcher(code, (2, 3, 1), None)(77, 4096)
     assert seen == [((2, 3, 1), (4096,), 77)]
 
 
-def test_descriptors_are_encoded_once_for_each_weight(monkeypatch):
+def test_descriptors_are_encoded_once_for_each_weight_and_kernel(monkeypatch):
     """With the function that Triton's launcher wraps, and by what it knows of the kernel's descriptor."""
     seen, made = [], []
     monkeypatch.setattr(triton_program.triton, "__version__", "3.6.0")
@@ -195,14 +201,15 @@ def test_a_profiler_hears_of_every_launch(monkeypatch):
     assert series.ready
     runtime = triton_program.triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-        hook.add(print)
+        monkeypatch.setattr(hook, "calls", [print])
         assert not series.ready
-        hook.remove(print)
+        monkeypatch.setattr(hook, "calls", [])
     assert series.ready
     monkeypatch.setattr(triton_program.triton, "__version__", "3.5.0")
-    runtime.launch_enter_hook.add(print)
+    series = triton_program.Series([])
+    series.through_triton(True, [])
+    monkeypatch.setattr(runtime.launch_enter_hook, "calls", [print])
     assert series.ready, "there, the way that is taken calls them"
-    runtime.launch_enter_hook.remove(print)
 
 
 def test_alignment_is_that_of_all_tensors():

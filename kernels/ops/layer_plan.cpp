@@ -7,6 +7,7 @@ namespace moe {
 namespace {
 
 constexpr int64_t kSumRows = 64;  // rows that one weighted-sum task adds, about: 256 KiB read
+constexpr int64_t kRoomBytes = int64_t{64} << 20;
 
 }  // namespace
 
@@ -17,25 +18,26 @@ Layer::Layer(const moe_layer_args& a, const KernelTable& t, int threads)
   k_steps = steps_of(args.hidden);
   i_steps = steps_of(args.intermediate);
   pairs = args.tokens * (args.mode == MOE_BATCHED ? args.experts : args.topk);
-  const int64_t promised = memory_promised(pairs, args.hidden, args.intermediate);
-  const auto cut_up = [&](int notch, int64_t least_slices) {
-    cut = cut_at(notch, args.tokens, table.block_rows, table.f32_blocks, machine);
-    slices = args.mode == MOE_REDUCED ? column_slices(pairs, args.hidden, least_slices) : Slices{1, w2_count};
-    Arena measure(nullptr, 0);
-    lay_out(measure);
-    bytes = measure.used();
-    return bytes <= promised;
-  };
-  // More slices cost less than fewer rows a task, for which panels are read more often.
-  bool fits = false;
-  for (int notch = 0; !fits; ++notch) {
-    for (int64_t least : {1, 4, 8, 16}) fits = fits || cut_up(notch, least);
-    if (fits || cut.threads > 1 || cut.rows.task > 1) continue;
-    // Layers narrower than 192 columns may exceed the promise by the padding of their rows alone, which no cut takes away.
-    cut_up(0, kMostSlices);
-    break;
+  if (!cut_to(memory_promised(pairs, args.hidden, args.intermediate))) {
+    // Rows of fewer than 192 columns may exceed the promise as they are, however finely their work is cut. Threads get room nevertheless.
+    cut_to(bytes + kRoomBytes);
   }
   machine.threads = cut.threads;
+}
+
+bool Layer::cut_to(int64_t most_bytes) {
+  for (int notch = 0;; ++notch) {
+    cut = cut_at(notch, args.tokens, table.block_rows, table.f32_blocks, machine);
+    // More slices cost less than fewer rows a task, for which panels are read more often.
+    for (int64_t least : {1, 4, 8, 16}) {
+      slices = args.mode == MOE_REDUCED ? column_slices(pairs, args.hidden, least) : Slices{1, w2_count};
+      Arena measure(nullptr, 0);
+      lay_out(measure);
+      bytes = measure.used();
+      if (bytes <= most_bytes) return true;
+    }
+    if (cut.threads == 1 && cut.rows.task == 1) return false;
+  }
 }
 
 void Layer::lay_out(void* scratch) {

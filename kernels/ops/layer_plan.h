@@ -69,6 +69,8 @@ struct Layer {
   int64_t sum_tasks() const;
 
  private:
+  // Takes the coarsest cut that needs at most that much memory; false, and the finest cut, where there is none.
+  bool cut_to(int64_t most_bytes);
   void lay_out(Arena& arena);
   void lay_out(Hand& hand, Arena& arena) const;
 };

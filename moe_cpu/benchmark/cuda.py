@@ -1,8 +1,8 @@
 """Runs a suite on a GPU: cases, checks, comparisons and reports are those of the CPU; times are CUDA events around calls to an idle GPU.
 
 So a time has everything a caller waits for: what the host does before the first launch, gaps between launches, and the kernels. ``triton:queued`` is the same
-call made while the GPU is busy, as it is when the layer before has not finished: the host's part counts where it is longer than the GPU's. ``triton:graph``
-is the call replayed as a CUDA graph, on an idle GPU.
+call made while the GPU is busy with something else for about a millisecond, so the host's part counts only where it is longer than that. ``triton:graph`` is
+the call replayed as a CUDA graph, on an idle GPU.
 """
 
 from __future__ import annotations
@@ -179,12 +179,13 @@ class _Point:
             row.times, row.work, row.layers, row.evicted = timing.summarise(seconds), work, 1, cold
             if self.ceilings is not None:
                 row.limit, row.binding = self.ceilings.limit(work, None)
-            if baseline in taken and name != baseline:
-                row.comparison = timing.compare(seconds, taken[baseline])
+            beside = baseline + _QUEUED if name.endswith(_QUEUED) else baseline
+            if beside in taken and name != beside:
+                row.comparison = timing.compare(seconds, taken[beside])
 
 
 def _summaries(rows: list[Row]) -> list[str]:
-    """For each contender of ours, how it stands at each point to the best of the others that was called the same way."""
+    """For each contender of ours, how it stands at each point to the best of the others: queued calls to queued ones, the rest to calls on an idle GPU."""
     points: dict[tuple[Any, ...], dict[str, float]] = {}
     ours = dict.fromkeys(row.case.contender for row in rows if row.ours)
     for row in rows:

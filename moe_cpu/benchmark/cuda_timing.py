@@ -21,7 +21,7 @@ from moe_cpu.models import ModelShape
 _COPIED_BYTES = 1 << 32
 _MATRIX = 8192
 _PROBES = 20
-# Products that keep the card busy, about a millisecond, while the host gets ahead of it.
+# Products that keep the card busy while the host gets ahead of it: 0.9 ms at 800 TFLOP/s.
 _WAIT_MATRIX, _WAIT_PRODUCTS = 4096, 5
 
 

@@ -33,7 +33,12 @@ class Problem(NamedTuple):
 def first_gemm(
     problem: Problem, pointers: Sequence[int], index: tuple[Any, ...], activation: str, x: Tensor, w1: Tensor, bias: Tensor | None
 ) -> Step:  # fmt: skip
-    """The launch of act(x w1^T + b1). Where its `pointers` stand in the table of a series is for the caller to say; those of `index` have these dtypes."""
+    """The launch of act(x w1^T + b1).
+
+    Args:
+        pointers: where the kernel's tensors stand in the table of a series, with an empty entry behind the weight's.
+        index: dtypes of ids, map and counts, None where there is none.
+    """
     pairs, topk, num_ids, tokens, blocks, E, K, I = problem.sizes
     layout = default_gate_layout(activation)
     gated, alternating = layout != "none", layout == "interleaved"
@@ -54,7 +59,7 @@ def first_gemm(
 def second_gemm(
     problem: Problem, pointers: Sequence[int], index: tuple[Any, ...], w2: Tensor, bias: Tensor | None, result: torch.dtype
 ) -> Step:  # fmt: skip
-    """The launch of h w2^T + b2."""
+    """The launch of h w2^T + b2; arguments as of `first_gemm`."""
     pairs, _, num_ids, tokens, blocks, E, K, I = problem.sizes
     strides = (*w2.stride(), *((0, 0) if bias is None else bias.stride()))
     numbers = (pairs, num_ids, tokens, blocks, E, K, I, *strides)
