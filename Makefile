@@ -70,7 +70,7 @@ test: $(VENV)/.test ## run the tests; PYTEST_ARGS="-k align" for some of them
 
 test-triton: $(VENV)/.triton ## run the GPU kernels on the CPU, in Triton's interpreter
 	TRITON_INTERPRET=1 MOE_CPU_TEST_REQUIRE_TRITON=1 OMP_NUM_THREADS=1 \
-	  $(VENV)/bin/python -m pytest -q -n $(JOBS) tests/test_triton.py tests/test_triton_program.py $(PYTEST_ARGS)
+	  $(VENV)/bin/python -m pytest -q -n $(JOBS) tests/test_triton.py tests/test_triton_program.py tests/test_triton_inside.py $(PYTEST_ARGS)
 
 vllm: ## make an environment with vLLM in VLLM_VENV
 	$(MAKE) VENV=$(VLLM_VENV) $(VLLM_VENV)/.vllm

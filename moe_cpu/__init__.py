@@ -12,7 +12,8 @@ from moe_cpu.align import moe_align_block_size
 from moe_cpu.errors import BackendUnavailable
 from moe_cpu.experts import CPUExperts
 from moe_cpu.functional import fused_experts
-from moe_cpu.layer import MoELayer, MoELayerConfig
+from moe_cpu.layer import MoELayer
+from moe_cpu.layer_config import MoELayerConfig
 from moe_cpu.modular_kernel import (
     FusedMoEModularKernel,
     FusedMoEPermuteExpertsUnpermute,

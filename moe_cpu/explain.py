@@ -85,8 +85,7 @@ def _explain_weights(x: Any, w1: Any, w2: Any, width: int, activation: str) -> t
                 name, symbols, (), weight.shape, dtype=weight.dtype, hint="stack the experts in dimension 0"
             )
     E, K = w1.shape[0], x.shape[1]
-    # Without a gate, swapped weights look like weights that are transposed both.
-    if width == 2 and w2.shape[2] == w1.shape[1] == K and w2.shape[1] == 2 * w1.shape[2]:
+    if w1.shape[1] == K and swapped(w1, w2, width):
         raise shape_error("w1", rows, tuple(w2.shape), w1.shape, dtype=w1.dtype, hint="swap w1 and w2")
     turned_w1, turned_w2 = tuple(w1.transpose(1, 2).shape), tuple(w2.transpose(1, 2).shape)
     if w1.shape[2] != K and turned_w1[2] == K:
@@ -112,6 +111,11 @@ def _explain_weights(x: Any, w1: Any, w2: Any, width: int, activation: str) -> t
     if w1.dtype != w2.dtype:
         raise dtype_error("w2", f"{dtype_name(w1.dtype)}, like w1", w2.dtype)
     return E, w1.shape[1], w1.shape[2]
+
+
+def swapped(w1: torch.Tensor, w2: torch.Tensor, width: int) -> bool:
+    """Whether w1 looks like w2 and w2 like w1, of one expert or all. Without a gate that cannot be told from weights that are transposed both."""
+    return width == 2 and w1.shape[-2] == w2.shape[-1] and w2.shape[-2] == 2 * w1.shape[-1]
 
 
 def _explain_packed(w1: Any, width: int, activation: str, w1_bias: Any, w2_bias: Any) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_cpu import native_library as native
 from moe_cpu import pack_ops
 from moe_cpu.errors import ArgumentError, DTypeError, ShapeError
+from moe_cpu.explain import swapped
 from moe_cpu.pack_build import Matrices, Stack, check_even, check_panels, float_bias, pairs, progress_bar
 
 # Part of a saved file: raised when the layout changes.
@@ -152,17 +153,15 @@ class PackedExperts:
         first = Matrices("w1", w1, dtype)
         second = Matrices("w2", w2, dtype)
         packed1, packed2 = Stack(first, gate_layout), Stack(second, "none")
+        width = 1 if gate_layout == "none" else 2
         bar = progress_bar(first.count, progress)
         for e1, e2 in pairs(first, second):
             check_even(e1, gate_layout)
-            if e2.shape[1] * (1 if gate_layout == "none" else 2) != e1.shape[0] or e2.shape[0] != e1.shape[1]:
-                swapped = (
-                    e1.shape[0] == e2.shape[1] and e2.shape[0] == 2 * e1.shape[1] and gate_layout != "none"
-                )
+            if e2.shape[1] * width != e1.shape[0] or e2.shape[0] != e1.shape[1]:
+                hint = "swap w1 and w2" if swapped(e1, e2, width) else "pass nn.Linear order"
                 raise ShapeError(
-                    f"w2: expected [K, I] = [{e1.shape[1]}, {e1.shape[0] // (1 if gate_layout == 'none' else 2)}] for every expert "
-                    f"(w1 has [N, K] = {list(e1.shape)}, gate {gate_layout}), got {list(e2.shape)}; "
-                    + ("swap w1 and w2" if swapped else "pass nn.Linear order")
+                    f"w2: expected [K, I] = [{e1.shape[1]}, {e1.shape[0] // width}] for every expert "
+                    f"(w1 has [N, K] = {list(e1.shape)}, gate {gate_layout}), got {list(e2.shape)}; {hint}"
                 )
             packed1.add(e1)
             packed2.add(e2)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moe_cpu import MoELayer, MoELayerConfig
 from moe_cpu import isa as selection
 from moe_cpu.errors import ArgumentError, DTypeError, NoBackward, ShapeError
-from moe_cpu.layer import MoELayer, MoELayerConfig
 from moe_cpu.released import dense, is_released
 
 kernels = pytest.mark.skipif(not selection.available(), reason="no kernel runs here")

@@ -7,7 +7,6 @@ namespace moe {
 namespace {
 
 constexpr int64_t kSumRows = 64;  // rows that one weighted-sum task adds, about: 256 KiB read
-constexpr int64_t kRoomBytes = int64_t{64} << 20;
 
 }  // namespace
 
@@ -19,8 +18,8 @@ Layer::Layer(const moe_layer_args& a, const KernelTable& t, int threads)
   i_steps = steps_of(args.intermediate);
   pairs = args.tokens * (args.mode == MOE_BATCHED ? args.experts : args.topk);
   if (!cut_to(memory_promised(pairs, args.hidden, args.intermediate))) {
-    // Rows of fewer than 192 columns may exceed the promise as they are, however finely their work is cut. Threads get room nevertheless.
-    cut_to(bytes + kRoomBytes);
+    // Rows of fewer than 192 columns may exceed the promise as they are, however finely their work is cut. Threads get their part of it nevertheless.
+    cut_to(bytes + memory_promised(0, 0, 0));
   }
   machine.threads = cut.threads;
 }

@@ -83,6 +83,8 @@ def run(
         report.notes.append(
             "more than 100 % of a limit: the machine was slower while its ceilings were measured than later; run again when it is quiet"
         )
+        if keep is not None:
+            keep(report)
     return report
 
 

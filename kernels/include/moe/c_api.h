@@ -93,7 +93,7 @@ typedef struct moe_layer_args {
 
 // `scratch` is aligned to 64 bytes. Sizes are at least 1, tokens may be 0.
 // What a call works in: at most 64 MiB + rows * (hidden + intermediate) * 2, where rows = tokens * topk, or experts * tokens when batched. Layers
-// narrower than 192 columns may take more. Reads only sizes, dtypes, mode, isa and threads.
+// narrower than 192 columns may take more, by 64 MiB beyond what they keep of their rows. Reads only sizes, dtypes, mode, isa and threads.
 MOE_API int64_t moe_layer_scratch_bytes(const moe_layer_args* args);
 MOE_API int32_t moe_layer(const moe_layer_args* args, int64_t info[4]);
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from moe_cpu.errors import ArgumentError
 from moe_cpu.integrations.transformers.detect import activation_name, computation_of, is_experts_module
-from moe_cpu.layer import MoELayerConfig
+from moe_cpu.layer_config import MoELayerConfig
 
 
 def _softmax(router: Any) -> dict[str, Any]:
