@@ -14,6 +14,7 @@ from moe_cpu.experts.cpu import SelectedExperts
 from moe_cpu.experts.triton import TritonExperts
 
 triton_program = pytest.importorskip("moe_cpu.triton_program")
+triton_layer = pytest.importorskip("moe_cpu.experts.triton_layer")
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -159,6 +160,24 @@ def test_later_calls_are_not_checked_again(M, monkeypatch):
         call(gpu.with_(topk_ids=gpu.topk_ids[:0]))
     with pytest.raises(NoBackward, match="triton"):
         call(gpu.with_(w1=gpu.w1.requires_grad_()))
+
+
+@pytest.mark.skipif(not triton_program._knows_inside(), reason="another release of Triton")
+@pytest.mark.parametrize("K", [128, 136])
+def test_a_known_release_is_launched_from_inside(K):
+    """With and without the copy engine."""
+    case = make_case(M=43, K=K, I=64, E=8, topk=2, seed=21)  # a form of its own
+    gpu = moved(case)
+    before = set(triton_layer._forms)
+    case.check(call(gpu).cpu())
+    steps = [
+        step
+        for form, layer in triton_layer._forms.items()
+        if form not in before
+        for step in layer.series.steps
+    ]
+    assert len(steps) >= 3
+    assert all(triton_program._inside(step.program.compiled) is not None for step in steps)
 
 
 @pytest.mark.parametrize("M", [1, 40])

@@ -59,9 +59,10 @@ def run(
     found = {name: backends.find(name) for name in dict.fromkeys(map(_called, names))}
     contenders = {name: found[_called(name)] for name in names}
     cache = torch.cuda.get_device_properties(0).L2_cache_size if suite.cold else 0
+    extra = 2 * cache + (cuda_timing.WAIT_BYTES if any(name.endswith(_QUEUED) for name in names) else 0)
     available = torch.cuda.mem_get_info()[0]
     for shape in suite.shapes:
-        memory.plan(shape, max(suite.tokens), list(found.values()), 0, 2 * cache, available)
+        memory.plan(shape, max(suite.tokens), list(found.values()), 0, extra, available)
     with torch.no_grad():
         tell("ceilings")
         report = Report(_environment(), cuda_timing.ceilings())

@@ -23,6 +23,8 @@ _MATRIX = 8192
 _PROBES = 20
 # Products that keep the card busy while the host gets ahead of it: 0.9 ms at 800 TFLOP/s.
 _WAIT_MATRIX, _WAIT_PRODUCTS = 4096, 5
+# What they are made of: two bf16 operands and a result.
+WAIT_BYTES = 3 * _WAIT_MATRIX**2 * 2
 
 
 def interleave(
