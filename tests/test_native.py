@@ -33,6 +33,22 @@ def test_random_data(isa, activation, bias):
     assert bounds.relative_rms(got, want) <= bounds.RELATIVE_RMS
 
 
+def test_one_token_errs_by_its_two_roundings(isa):
+    """How much that is depends on the token; exact arithmetic that rounds where bf16 has to be errs as much."""
+
+    def rounded(exact: np.ndarray) -> np.ndarray:
+        return oracle.f64(torch.from_numpy(exact).to(torch.bfloat16))
+
+    case = make_case(M=1, K=1024, I=256, E=8, topk=8, seed=13)
+    h = [rounded(oracle.activate(oracle.f64(case.x) @ oracle.f64(w1).T, "silu")) for w1 in case.w1]
+    pairs = [
+        oracle.f64(w) * (h[e] @ oracle.f64(case.w2[e]).T)
+        for w, e in zip(case.topk_weights[0], case.topk_ids[0], strict=True)
+    ]
+    least = bounds.relative_rms(rounded(sum(pairs)), case.want())
+    assert 0 < bounds.relative_rms(native(case, isa), case.want()) <= 1.02 * least
+
+
 @pytest.mark.parametrize(
     "shape",
     [
