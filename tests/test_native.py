@@ -139,6 +139,18 @@ def test_what_is_not_finite_stays_in_its_row(isa, value):
     assert torch.equal(got[others], clean[others])
 
 
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+@pytest.mark.parametrize("inner", [1, 17, 40])
+def test_an_infinity_is_not_multiplied_by_padding(isa, activation, inner):
+    """Zeros that only fill a panel up make no number of it: with positive weights an infinite token has infinite results."""
+    case = make_case(M=3, K=33, I=inner, E=2, topk=1, activation=activation, seed=21)
+    case = case.with_(x=case.x.clone(), w1=case.w1.abs(), w2=case.w2.abs())
+    case.x[1, 2] = float("inf")
+    got = native(case, isa)
+    assert got[1].isinf().all()
+    assert torch.isfinite(got[[0, 2]]).all()
+
+
 def test_a_nan_weight_of_a_skipped_slot_is_not_used(isa):
     case = make_case(M=4, routing="any", seed=16)
     ids, weights = case.topk_ids.clone(), case.topk_weights.clone()

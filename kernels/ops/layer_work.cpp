@@ -56,6 +56,7 @@ struct Worker {
       if (args.w1_bias) panel_bias(bias, expert, panel);
       uint16_t* const block = h_rows + first_row * layer.i_steps * kStep;
       table.activate({sums, args.w1_bias ? bias : nullptr, rows, args.activation, block, panel * panel_neurons});
+      clear_padding(block, rows, panel * panel_neurons, (panel + 1) * panel_neurons);
     });
     layer.first_done[task.active].fetch_add(1, std::memory_order_release);
   }
@@ -146,6 +147,13 @@ struct Worker {
     for (int64_t column = 0; column < kPanelCols; ++column) {
       const int64_t row = dense_row(args.gate_layout, width, panel, column);
       bias[column] = row < 0 ? 0.0f : args.w1_bias[expert * width + row];
+    }
+  }
+
+  // Neurons past the last one are zero of themselves, unless x holds an infinity: its product with their zero weights is NaN.
+  void clear_padding(uint16_t* block, int rows, int64_t first, int64_t last) const {
+    for (int64_t neuron = std::max(first, args.intermediate); neuron < last; ++neuron) {
+      for (int64_t row = 0; row < rows; ++row) block[neuron / kStep * rows * kStep + row * kStep + neuron % kStep] = 0;
     }
   }
 

@@ -10,7 +10,7 @@ int64_t clamp(int64_t value, int64_t low, int64_t high) { return value < low ? l
 }  // namespace
 
 int64_t task_rows(int64_t expert_rows, const RowLimits& limits) {
-  const int64_t tasks = ceil_div(expert_rows, limits.task / limits.block * limits.block);
+  const int64_t tasks = ceil_div(expert_rows, limits.task);
   return round_up(ceil_div(expert_rows, tasks), limits.block);
 }
 
@@ -49,10 +49,10 @@ Slices column_slices(int64_t rows, int64_t hidden, int64_t least) {
 Cut cut_at(int notch, int64_t tokens, int block_rows, bool f32_blocks, const Machine& machine) {
   const bool whole = !f32_blocks || notch <= kWholeRows;
   const int finer = whole ? notch : notch - 1, halvings = finer < kFinestRows ? finer : kFinestRows;
-  const int64_t most = kMostTaskRows >> halvings;
+  const int64_t most = (f32_blocks ? kMostF32TaskRows : kMostTaskRows) >> halvings;
   const int block = static_cast<int>(clamp(block_rows, 1, most));
   // An expert has more rows than there are tokens only when a token names it twice.
-  const int64_t task = clamp(round_up(tokens, block), block, most);
+  const int64_t task = clamp(round_up(tokens, block), block, most / block * block);
   // Where rows are held whole, fewer of them may fill the cache with more of each.
   const int64_t cached = machine.l2_bytes / 2 >> (whole ? 0 : halvings - kWholeRows + 1);
   return {{block, task}, cached, whole, static_cast<int>(clamp(machine.threads >> (finer - halvings), 1, machine.threads))};

@@ -22,18 +22,18 @@ TEST(blocking_task_rows) {
     RowLimits limits;
     int64_t want;
   } const table[] = {
-      {1, {32, 256}, 32},    {1, {1, 256}, 1},      {33, {32, 256}, 64},    {256, {32, 256}, 256},  {257, {32, 256}, 160},  // not 256 and 1
-      {512, {32, 256}, 256}, {513, {32, 256}, 192}, {1000, {32, 256}, 256}, {1025, {16, 256}, 208}, {252, {6, 256}, 252},
-      {253, {6, 256}, 132},  {33, {32, 32}, 32},    {200, {32, 64}, 64},    {130, {12, 128}, 72},   {5, {1, 1}, 1},
+      {1, {32, 256}, 32},    {1, {1, 256}, 1},      {33, {32, 256}, 64},   {256, {32, 256}, 256}, {257, {32, 256}, 160},  // not 256 and 1
+      {300, {32, 320}, 320}, {321, {32, 320}, 192}, {512, {32, 256}, 256}, {513, {32, 256}, 192}, {1000, {32, 256}, 256}, {1025, {16, 256}, 208},
+      {252, {6, 252}, 252},  {253, {6, 252}, 132},  {33, {32, 32}, 32},    {200, {32, 64}, 64},   {130, {12, 120}, 72},   {5, {1, 1}, 1},
   };
   for (const auto& row : table) CHECK(task_rows(row.expert_rows, row.limits) == row.want);
   for (int block : kBlockRows) {
-    for (int64_t most : {int64_t{block}, int64_t{3 * block}, kMostTaskRows}) {
+    for (int64_t most : {int64_t{block}, int64_t{3 * block}, kMostF32TaskRows / block * block, kMostTaskRows / block * block}) {
       for (int64_t expert_rows = 1; expert_rows < 1600; ++expert_rows) {
         const int64_t rows = task_rows(expert_rows, {block, most}), tasks = ceil_div(expert_rows, rows);
         CHECK(rows % block == 0);
         CHECK(rows > 0 && rows <= most);
-        CHECK(tasks <= ceil_div(expert_rows, most / block * block));  // no more than are needed
+        CHECK(tasks <= ceil_div(expert_rows, most));  // no more than are needed
         CHECK(rows - block < ceil_div(expert_rows, tasks));           // nor larger than equal parts are
       }
     }
@@ -66,15 +66,16 @@ TEST(blocking_k_blocks) {
 TEST(blocking_cuts_get_finer) {
   const Machine machine{48, 2 * kMiB};
   const Cut coarsest = cut_at(0, 5000, 32, false, machine);
-  CHECK(coarsest.rows.block == 32 && coarsest.rows.task == 256 && coarsest.cached_bytes == kMiB && coarsest.threads == 48);
+  CHECK(coarsest.rows.block == 32 && coarsest.rows.task == 320 && coarsest.cached_bytes == kMiB && coarsest.threads == 48);
+  CHECK(cut_at(0, 5000, 32, true, machine).rows.task == 256);  // float32 takes twice the room
   CHECK(cut_at(0, 33, 32, false, machine).rows.task == 64);  // no expert has more rows, unless a token names it twice
   CHECK(cut_at(0, 0, 12, true, machine).rows.task == 12);
   CHECK(cut_at(6, 5000, 32, false, machine).whole && cut_at(6, 5000, 32, false, machine).cached_bytes == kMiB);
   const Cut wide = cut_at(2, 5000, 12, true, machine), in_blocks = cut_at(3, 5000, 12, true, machine);
-  CHECK(wide.whole && wide.rows.task == 64 && wide.cached_bytes == kMiB);
-  CHECK(!in_blocks.whole && in_blocks.rows.task == 64 && in_blocks.cached_bytes == kMiB / 2);
-  CHECK(cut_at(4, 5000, 12, true, machine).rows.task == 32 && cut_at(4, 5000, 12, true, machine).cached_bytes == kMiB / 4);
-  CHECK(cut_at(4, 5000, 32, false, machine).rows.block == 16);
+  CHECK(wide.whole && wide.rows.task == 60 && wide.cached_bytes == kMiB);
+  CHECK(!in_blocks.whole && in_blocks.rows.task == 60 && in_blocks.cached_bytes == kMiB / 2);
+  CHECK(cut_at(4, 5000, 12, true, machine).rows.task == 24 && cut_at(4, 5000, 12, true, machine).cached_bytes == kMiB / 4);
+  CHECK(cut_at(4, 5000, 32, false, machine).rows.block == 20);
   CHECK(cut_at(kFinestRows, 5000, 32, false, machine).rows.task == 1 && cut_at(kFinestRows, 5000, 32, false, machine).threads == 48);
   CHECK(cut_at(kFinestRows + 2, 5000, 32, false, machine).threads == 12 && cut_at(kFinestRows + 9, 5000, 32, false, machine).threads == 1);
   for (const Machine& m : kMachines) {

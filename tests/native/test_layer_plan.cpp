@@ -67,11 +67,12 @@ TEST(layer_plan_cuts_no_finer_than_it_must) {
           const moe_layer_args args = args_of(sizes, tokens, isa, threads, MOE_REDUCED);
           const Layer layer(args, *table, threads);
           CHECK(layer.cut.threads == threads && layer.machine.threads == threads);
-          const int64_t likes = std::min<int64_t>(256, round_up(std::max<int64_t>(tokens, 1), table->block_rows));
-          CHECK(layer.cut.rows.block == table->block_rows);
+          const int64_t block = table->block_rows, most = table->f32_blocks ? kMostF32TaskRows : kMostTaskRows;
+          const int64_t likes = std::min(most / block * block, round_up(std::max<int64_t>(tokens, 1), block));
+          CHECK(layer.cut.rows.block == block);
           if (threads <= 16 && !table->f32_blocks) CHECK(layer.cut.rows.task == likes);
           if (threads == 1) CHECK(layer.slices.count == column_slices(layer.pairs, sizes.hidden, 1).count);
-          CHECK(layer.cut.rows.task >= std::min<int64_t>(likes, 64));
+          CHECK(layer.cut.rows.task >= std::min<int64_t>(likes, 64 / block * block));
         }
       }
     }
