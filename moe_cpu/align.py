@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_cpu import align_ops, ops
-from moe_cpu.checks import ID_DTYPES, check_expert_ids
+from moe_cpu.checks import ID_DTYPES, check_count, check_expert_ids, refuse_tracing
 from moe_cpu.errors import ArgumentError, device_error, dtype_error, shape_error
 
 _LIMIT = 2**31
@@ -44,20 +44,20 @@ def moe_align_block_size(
     Raises:
         ShapeError, DTypeError, DeviceError: with the expected and the given values.
         ExpertIdError: an id outside [0, num_experts) other than -1, with its position.
-        ArgumentError: `block_size` or `num_experts` below 1, or a result of 2^31 entries or more.
+        ArgumentError: `block_size` or `num_experts` below 1, a map entry that int32 does not hold, or a result of 2^31 entries or more.
 
     Numerics: exact; the same for any number of threads, and on CPU and GPU. The host does not wait for the GPU (but where Triton is missing, so that
     plain torch sorts there).
     Source: the semantics of vLLM 0.9.1's operation of this name; there, an id out of range is undefined.
     """
+    if not isinstance(topk_ids, Tensor):
+        raise ArgumentError(f"topk_ids: expected a tensor, got {type(topk_ids).__name__}")
     if topk_ids.dim() != 2:
         raise shape_error("topk_ids", "[M, topk]", (), topk_ids.shape, hint="one row per token")
     if topk_ids.dtype not in ID_DTYPES:
         raise dtype_error("topk_ids", "int32 or int64", topk_ids.dtype, "pass topk_ids.to(torch.int32)")
-    if block_size < 1:
-        raise ArgumentError(f"block_size: expected at least 1, got {block_size}")
-    if num_experts < 1:
-        raise ArgumentError(f"num_experts: expected at least 1, got {num_experts}")
+    check_count("block_size", block_size)
+    check_count("num_experts", num_experts)
     length = align_ops.aligned_length(topk_ids.numel(), block_size, num_experts, pad_sorted_ids)
     if length >= _LIMIT:
         raise ArgumentError(
@@ -65,6 +65,8 @@ def moe_align_block_size(
             f"does not fit in int32 (limit {_LIMIT - 1}); split the tokens or use a smaller block_size"
         )
     if expert_map is not None:
+        if not isinstance(expert_map, Tensor):
+            raise ArgumentError(f"expert_map: expected a tensor, got {type(expert_map).__name__}")
         if tuple(expert_map.shape) != (num_experts,):
             raise shape_error("expert_map", "[num_experts]", (num_experts,), expert_map.shape)
         if expert_map.device != topk_ids.device:
@@ -73,11 +75,13 @@ def moe_align_block_size(
             raise dtype_error(
                 "expert_map", "int32 or int64", expert_map.dtype, "pass expert_map.to(torch.int32)"
             )
-        expert_map = ops.as_int32(expert_map)
+        expert_map = ops.as_int32("expert_map", expert_map)
+    topk_ids = topk_ids.resolve_neg()
     if check_ids and topk_ids.is_cuda:
         check_expert_ids(topk_ids, num_experts)
-    if topk_ids.is_cuda or (topk_ids.is_cpu and ops.available()):
-        if torch.compiler.is_compiling():
+    refuse_tracing()
+    if topk_ids.is_cuda or topk_ids.is_meta or (topk_ids.is_cpu and ops.available()):
+        if torch.compiler.is_compiling() or topk_ids.is_meta:
             return torch.ops.moe_cpu.moe_align_block_size(
                 topk_ids, block_size, num_experts, expert_map, pad_sorted_ids
             )

@@ -6,6 +6,8 @@ Which of the conditions failed is worked out afterwards, in `moe_cpu.explain`.
 
 from __future__ import annotations
 
+import math
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -236,6 +238,33 @@ def check_weight_on_input(on_input: bool, topk: int) -> None:
     if on_input and topk != 1:
         raise ArgumentError(
             f"apply_router_weight_on_input: expected topk = 1, got topk = {topk}; one input row cannot carry {topk} weights"
+        )
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Raises ArgumentError unless `value` is a whole number of at least `least`."""
+    if not isinstance(value, Integral) or value < least:
+        raise ArgumentError(f"{name}: expected a whole number of at least {least}, got {value!r}")
+
+
+def refuse_tracing() -> None:
+    """Raises ArgumentError under `torch.jit.trace`, which does not see native calls and would record their results as constants."""
+    if torch.jit.is_tracing():
+        raise ArgumentError(
+            "torch.jit.trace: expected torch.compile or torch.export, which record this call; a trace would keep the result of its example"
+        )
+
+
+def check_own_memory(name: str, matrix: torch.Tensor) -> None:
+    """Raises ArgumentError when two elements of `matrix` `[rows, columns]`, which is about to be written, share their memory."""
+    (rows, columns), (down, right) = matrix.shape, matrix.stride()
+    # Equal addresses mean i * down == j * right; the least such i and j that are not both zero:
+    step = math.gcd(down, right)
+    i, j = (right // step, down // step) if step else (0, 0)
+    if matrix.numel() > 1 and i < rows and j < columns:
+        raise ArgumentError(
+            f"inplace: expected {name} with memory of its own for every element, got strides {list(matrix.stride())} "
+            f"for shape {list(matrix.shape)}; pass a clone"
         )
 
 

@@ -54,7 +54,7 @@ class DerivedCache(Generic[T]):
             meaning: what else decides the derived form.
         Raises: what `make` raises; nothing is kept then.
         """
-        key = (meaning, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors))
+        key = (meaning, *((t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_neg()) for t in tensors))
         versions = tuple(t._version for t in tensors)
         entry = self._entries.get(key)
         if entry is not None and entry.fits(versions):

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from moe_cpu import graph_op, ops
-from moe_cpu.checks import ProblemSize, check_call, check_no_scales, is_packed
+from moe_cpu.checks import (
+    ProblemSize,
+    check_call,
+    check_no_scales,
+    check_own_memory,
+    is_packed,
+    refuse_tracing,
+)
 from moe_cpu.combine import weight_input
 from moe_cpu.errors import ArgumentError, no_backward_error
 from moe_cpu.experts.cpu import SelectedExperts
@@ -52,7 +59,8 @@ def fused_experts(
     """y[m] = sum over s of topk_weights[m, s] * (act(x[m] @ w1[e].T + b1[e]) @ w2[e].T + b2[e]), e = topk_ids[m, s].
 
     Args:
-        hidden_states: x, `[M, K]` bf16, fp16 or float32 (float64 with float64 weights), any strides.
+        hidden_states: x, `[M, K]` bf16, fp16 or float32 (float64 with float64 weights), any strides; on the device "meta" with all other tensors, only
+            checks are made and the result has no memory.
         w1: `[E, N, K]`, gate rows then up rows (alternating for swigluoai; `[E, I, K]` for relu2), or a `PackedExperts`.
         w2: `[E, K, I]` in the dtype of `w1`; None with a `PackedExperts`.
         topk_weights: `[M, topk]` float32, bf16 or fp16.
@@ -111,10 +119,19 @@ def fused_experts(
         done = ops.layer(hidden_states, packed, topk_weights, topk_ids, None, REDUCED, activation, expert_map)
         if done is not None:
             return done
+    refuse_tracing()
     size = check_call(
         hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input, global_num_experts,
         expert_map, w1_bias, w2_bias,
     )  # fmt: skip
+    if hidden_states.is_meta:
+        return (
+            hidden_states
+            if inplace
+            else torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+        )
+    if inplace:
+        check_own_memory("hidden_states", hidden_states)
     if packed is None:
         experts, kernel = _stages(name)
         chosen = experts.backend_for(hidden_states, w1, w2, activation, w1_bias, w2_bias)
@@ -153,10 +170,6 @@ def _native(
 ) -> torch.Tensor:  # fmt: skip
     """The native layer on checked arguments, past the modular kernel: it needs no stage of its own before or after."""
     _refuse_backward(hidden_states=x, topk_weights=topk_weights)
-    if inplace and any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
-        raise ArgumentError(
-            "inplace: expected hidden_states with memory of its own for every element, got an expanded tensor; pass a clone"
-        )
     tokens, weights = (weight_input(x, topk_weights), None) if on_input else (x, topk_weights)
     # Every row of x has been read before the first row of the result is written, so the result may take the place of x.
     direct = inplace and x.is_contiguous() and not x.is_neg()

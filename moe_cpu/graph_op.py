@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moe_cpu.checks import is_packed
+from moe_cpu.derived_cache import DerivedCache
 from moe_cpu.errors import ArgumentError
 from moe_cpu.packing import PackedExperts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+_biases: DerivedCache[torch.Tensor] = DerivedCache()
 
 
 def record(
@@ -51,6 +55,13 @@ def record(
     )  # fmt: skip
 
 
+def _float32(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """The bias as packed weights have it, converted once for each of its versions."""
+    if bias is None or bias.dtype == torch.float32 or bias.is_inference():
+        return bias
+    return _biases.entry((bias,), torch.float32, lambda: bias.detach().float()).value
+
+
 def define(call: Callable[..., torch.Tensor]) -> None:
     """Defines the operator with `call`, the eager layer, as its body. It has no backward: gradients need an eager call."""
 
@@ -77,7 +88,9 @@ def define(call: Callable[..., torch.Tensor]) -> None:
             if len(packed_sizes) != 2:
                 raise ArgumentError(f"packed_sizes: expected [K, I], got {packed_sizes}")
             K, inner = packed_sizes
-            first = PackedExperts.from_tensors(w1, w2, w1_bias, w2_bias, K, inner, packed_layout)
+            first = PackedExperts.from_tensors(
+                w1, w2, _float32(w1_bias), _float32(w2_bias), K, inner, packed_layout
+            )
             second = w1_bias = w2_bias = None
         return call(
             hidden_states, first, second, topk_weights, topk_ids, False, activation, apply_router_weight_on_input,

@@ -11,7 +11,15 @@ from torch import nn
 from moe_cpu import isa, released
 from moe_cpu.activations import activate
 from moe_cpu.checks import activation_width, default_gate_layout
-from moe_cpu.errors import ArgumentError, IsaUnavailable, NoBackward, ShapeError, dtype_error, dtype_name
+from moe_cpu.errors import (
+    ArgumentError,
+    IsaUnavailable,
+    NoBackward,
+    ShapeError,
+    device_error,
+    dtype_error,
+    dtype_name,
+)
 from moe_cpu.layer_config import MoELayerConfig
 from moe_cpu.pack_cache import packed_for
 from moe_cpu.routers import Routing, grouped_topk, sigmoid_top1, softmax_topk
@@ -199,7 +207,11 @@ class MoELayer(nn.Module):
             raise ShapeError(
                 f"hidden_states: expected [..., K] with K = hidden_size = {c.hidden_size}, got {list(hidden_states.shape)}"
             )
-        mixed = c.router_float32 or torch.is_autocast_enabled(hidden_states.device.type)
+        device = getattr(self, c.router_name).weight.device
+        if hidden_states.device != device:
+            raise device_error("hidden_states", device, hidden_states.device, "the layer")
+        kind = hidden_states.device.type
+        mixed = c.router_float32 or (kind != "meta" and torch.is_autocast_enabled(kind))
         if hidden_states.dtype != dtype and not mixed:
             raise dtype_error("hidden_states", f"{dtype_name(dtype)}, like the layer", hidden_states.dtype)
         x = hidden_states.reshape(-1, c.hidden_size)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_cpu.checks import activation_width
+from torch import nn
+
+from moe_cpu.checks import activation_width, check_count
 from moe_cpu.errors import ArgumentError, unknown_name_error
 
 ROUTERS = ("softmax", "grouped", "sigmoid_top1")
@@ -44,10 +46,29 @@ class MoELayerConfig:
     shared_gate_name: str = "shared_expert_gate"
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_experts", "topk"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ArgumentError(f"{name}: expected a whole number of at least 1, got {value!r}")
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_experts",
+            "topk",
+            "num_expert_group",
+            "topk_group",
+        ):
+            check_count(name, getattr(self, name))
+        check_count("shared_intermediate_size", self.shared_intermediate_size, least=0)
+        taken = {"experts", "config"}
+        for field in ("router_name", "shared_name", "shared_gate_name"):
+            value = getattr(self, field)
+            if (
+                not isinstance(value, str)
+                or not value.isidentifier()
+                or value in taken
+                or hasattr(nn.Module(), value)
+            ):
+                raise ArgumentError(
+                    f"{field}: expected a Python name that no attribute of the layer has, got {value!r}"
+                )
+            taken.add(value)
         if self.router not in ROUTERS:
             raise unknown_name_error("router", self.router, ROUTERS)
         activation_width(self.activation)

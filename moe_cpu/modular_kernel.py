@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moe_cpu.checks import check_weight_on_input, moe_problem_size, resolve_num_experts
+from moe_cpu.checks import check_own_memory, check_weight_on_input, moe_problem_size, resolve_num_experts
 from moe_cpu.combine import without_expert
 from moe_cpu.errors import device_error, shape_error
 from moe_cpu.scratch import Scratch
@@ -85,6 +85,8 @@ class FusedMoEModularKernel(torch.nn.Module):
         """
         size = moe_problem_size(hidden_states, w1, w2, topk_ids)
         self._check_routing(hidden_states, size.K, topk_weights, topk_ids, apply_router_weight_on_input)
+        if inplace:
+            check_own_memory("hidden_states", hidden_states)
         num_experts = resolve_num_experts(global_num_experts, size.E, expert_map)
         bias = {} if w1_bias is None and w2_bias is None else {"w1_bias": w1_bias, "w2_bias": w2_bias}
         wanted = self.prepare_finalize.topk_indices_dtype()

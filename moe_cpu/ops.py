@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_cpu import native_library as native
-from moe_cpu.checks import ACTIVATION_WIDTH, check_call
+from moe_cpu.checks import ACTIVATION_WIDTH, check_call, refuse_tracing
 from moe_cpu.errors import ArgumentError, IsaUnavailable, dtype_name, no_memory_error
 from moe_cpu.scratch import CallMemory
 
@@ -133,8 +133,17 @@ def layer(
             (global_experts,) = expert_map.shape
             good = (
                 good and expert_map.dtype == torch.int32 and expert_map.is_contiguous() and expert_map.is_cpu
-            )
-        good = good and columns == K and (x_column == 1 or K == 1) and x_dtype < _INT32 and x.is_cpu
+                and not expert_map.is_neg()
+            )  # fmt: skip
+        # Under torch.jit.trace sizes are tensors.
+        good = (
+            good
+            and type(columns) is int
+            and columns == K
+            and (x_column == 1 or K == 1)
+            and x_dtype < _INT32
+            and x.is_cpu
+        )
         if not good or x.is_neg() or (topk_ids is not None and topk_ids.is_neg()):
             return None
         x_address, w1_address, w2_address = x.data_ptr(), packed._w1.data_ptr(), packed._w2.data_ptr()
@@ -195,6 +204,7 @@ def _routed(
     done = layer(x, packed, topk_weights, topk_ids, out, mode, activation, expert_map, None, isa, scratch)
     if done is not None:
         return done
+    refuse_tracing()
     check_call(x, packed, None, topk_weights, topk_ids, activation, False, -1, expert_map)
     for name, tensor in (("hidden_states", x), ("topk_weights", topk_weights), ("topk_ids", topk_ids)):
         if tensor is not None and tensor.layout != torch.strided:
@@ -206,7 +216,10 @@ def _routed(
     if topk_weights is not None:
         topk_weights = topk_weights.resolve_neg()
         topk_weights = topk_weights.float() if topk_weights.dtype == torch.float64 else topk_weights
-    expert_map, x = None if expert_map is None else as_int32(expert_map), x.resolve_neg().contiguous()
+    expert_map, x = (
+        None if expert_map is None else as_int32("expert_map", expert_map),
+        x.resolve_neg().contiguous(),
+    )
     topk_ids = topk_ids.resolve_neg()
     done = layer(x, packed, topk_weights, topk_ids, out, mode, activation, expert_map, None, isa, scratch)
     if done is None:
@@ -214,10 +227,20 @@ def _routed(
     return done
 
 
-def as_int32(numbers: Tensor) -> Tensor:
-    """Contiguous int32; what does not fit becomes a number that is refused, instead of wrapping around to one that is right."""
+def as_int32(name: str, numbers: Tensor) -> Tensor:
+    """Contiguous int32. What does not fit is refused on the CPU; on a GPU, which is not waited for, it becomes a number of the same sign out of range.
+
+    Raises: ArgumentError with the place and the number.
+    """
+    numbers = numbers.resolve_neg()
     if numbers.dtype != torch.int32:
-        numbers = numbers.clamp(-(2**31), 2**31 - 1).to(torch.int32)
+        near = numbers.clamp(-(2**31), 2**31 - 1)
+        if numbers.is_cpu and not torch.equal(near, numbers):
+            index = int((near != numbers).nonzero()[0])
+            raise ArgumentError(
+                f"{name}[{index}]: expected a number that int32 holds, got {int(numbers[index])}"
+            )
+        numbers = near.to(torch.int32)
     return numbers.contiguous()
 
 
@@ -283,7 +306,8 @@ def experts_batched(
         ArgumentError: a count outside 0 .. max_num_tokens.
     """
     out = torch.empty(x.shape, dtype=x.dtype) if out is None else out
-    counts, x = as_int32(expert_num_tokens), x.resolve_neg()
+    refuse_tracing()
+    counts, x = as_int32("expert_num_tokens", expert_num_tokens), x.resolve_neg()
     x = x if x.stride(-1) == 1 else x.contiguous()
     done = layer(x, packed, None, None, out, native.BATCHED, activation, None, counts, isa, scratch)
     assert done is not None, "checked by check_batched_call"

@@ -22,10 +22,18 @@ class Matrices:
         if isinstance(weights, Tensor) and weights.dim() != 3:
             symbols = "[E, N, K]" if name == "w1" else "[E, K, I]"
             raise ShapeError(f"{name}: expected {symbols}, got {list(weights.shape)}")
+        if isinstance(weights, str) or not isinstance(weights, Iterable):
+            raise ArgumentError(
+                f"{name}: expected a tensor or an iterable of one matrix per expert, got {type(weights).__name__}"
+            )
         self.count: int | None = len(weights) if isinstance(weights, Sized) else None
 
     def __iter__(self) -> Iterator[Tensor]:
         for matrix in self.weights:
+            if not isinstance(matrix, Tensor):
+                raise ArgumentError(
+                    f"{self.name}: expected a [rows, columns] tensor per expert, got {type(matrix).__name__}"
+                )
             if matrix.dim() != 2:
                 raise ShapeError(
                     f"{self.name}: expected one [rows, columns] matrix per expert, got {list(matrix.shape)}"
@@ -166,7 +174,7 @@ def float_bias(
         raise DeviceError(f"{name}: expected a CPU tensor, got {bias.device}; move it with .cpu()")
     if not bias.dtype.is_floating_point:
         raise DTypeError(f"{name}: expected fp32, bf16 or fp16, got {bias.dtype}")
-    bias = bias.detach().to(torch.float32, memory_format=torch.contiguous_format, copy=copy)
+    bias = bias.detach().resolve_neg().to(torch.float32, memory_format=torch.contiguous_format, copy=copy)
     return bias.contiguous()
 
 

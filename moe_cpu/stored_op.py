@@ -26,7 +26,7 @@ def run_stored(
     weight_on_input: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """`fused_experts` on the weights of `module`, eager or traced.
+    """`fused_experts` on the weights of `module`, eager, traced or without memory.
 
     Args:
         packed: what the module holds instead of dense weights, or None.
@@ -35,7 +35,7 @@ def run_stored(
     Returns: `[M, K]` in the dtype of `hidden_states`.
     Raises: what `fused_experts` raises.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or hidden_states.is_meta:
         if packed is not None:
             ids = torch.where(topk_ids == packed.E, -1, topk_ids)
             return fused_experts(

@@ -74,7 +74,7 @@ def _experts_batched(
 
 
 def _as_map(expert_map: Tensor | None) -> Tensor | None:
-    return None if expert_map is None else ops.as_int32(expert_map)
+    return None if expert_map is None else ops.as_int32("expert_map", expert_map)
 
 
 def _align(

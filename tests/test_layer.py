@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moe_cpu import MoELayer, MoELayerConfig
 from moe_cpu import isa as selection
-from moe_cpu.errors import ArgumentError, DTypeError, NoBackward, ShapeError
+from moe_cpu.errors import ArgumentError, DeviceError, DTypeError, NoBackward, ShapeError
 from moe_cpu.released import dense, is_released
 
 kernels = pytest.mark.skipif(not selection.available(), reason="no kernel runs here")
@@ -186,6 +186,44 @@ def test_other_dtypes_keep_their_precision(dtype: torch.dtype) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@torch.no_grad()
+def test_a_compiled_released_layer_notices_changed_biases(dtype: torch.dtype) -> None:
+    layer, x = make("gpt-oss").pack(release=True), tokens()
+    for name in ("gate_up_proj_bias", "down_proj_bias"):
+        setattr(layer.experts, name, nn.Parameter(getattr(layer.experts, name).to(dtype)))
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), layer(x))
+    for bias in (layer.experts.gate_up_proj_bias, layer.experts.down_proj_bias):
+        before = layer(x)
+        bias.mul_(-3)
+        assert not torch.equal(layer(x), before)
+        assert torch.equal(compiled(x), layer(x))
+
+
+@kernels
+@pytest.mark.parametrize("release", [False, True])
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_trace_that_would_keep_its_examples_result_is_refused(release: bool) -> None:
+    layer, x = make("plain").pack(release=release), tokens()
+    with pytest.raises(ArgumentError, match=r"torch\.jit\.trace: .*torch\.compile"):
+        torch.jit.trace(layer, (x,))
+    assert layer(x).shape == x.shape
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_a_layer_without_memory_says_what_it_would_give(name: str) -> None:
+    layer = MoELayer(CONFIGS[name], device="meta", dtype=torch.bfloat16)
+    out = layer(tokens().to("meta"))
+    assert (out.device.type, out.shape, out.dtype) == ("meta", (1, 7, 48), torch.bfloat16)
+    with pytest.raises(DeviceError, match=r"hidden_states.*device meta \(where the layer is\), got cpu"):
+        layer(tokens())
+
+
+@kernels
 def test_repr_says_shapes_scheme_isa_and_memory() -> None:
     layer = make("grouped")
     text = repr(layer)
@@ -204,6 +242,20 @@ def test_repr_says_shapes_scheme_isa_and_memory() -> None:
         ({"activation": "mish"}, "activation: expected one of"),
         ({"hidden_size": -1}, "hidden_size: expected a whole number of at least 1, got -1"),
         ({"num_experts": "6"}, "num_experts: expected a whole number of at least 1, got '6'"),
+        (
+            {"shared_intermediate_size": -3},
+            "shared_intermediate_size: expected a whole number of at least 0, got -3",
+        ),
+        ({"shared_intermediate_size": 2.5}, "shared_intermediate_size: .*got 2.5"),
+        ({"topk_group": 0}, "topk_group: expected a whole number of at least 1, got 0"),
+        *(
+            ({"router_name": n}, f"router_name: .*got '{n}'")
+            for n in ("experts", "config", "a.b", "", "forward", "training")
+        ),
+        (
+            {"shared_name": "gate"},
+            "shared_name: expected a Python name that no attribute of the layer has, got 'gate'",
+        ),
         ({"topk": 9}, r"topk: expected 1 <= topk <= E = 6, got 9"),
         ({"router": "sigmoid_top1"}, "topk: expected 1"),
     ],

@@ -12,7 +12,7 @@ from strategies import make_case
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_cpu import PackedExperts, fused_experts, moe_align_block_size, ops
-from moe_cpu.errors import ArgumentError
+from moe_cpu.errors import ArgumentError, DeviceError, ShapeError
 
 CASE = make_case(M=5, K=64, I=32, E=8, topk=2, seed=5)
 
@@ -23,6 +23,50 @@ def test_a_pending_negation_is_carried_out():
     assert pending.is_neg()
     packed = pack(CASE)
     assert torch.equal(call(CASE.with_(x=pending), packed=packed), call(CASE.with_(x=x), packed=packed))
+
+
+@pytest.mark.parametrize("name", ["w1", "w2", "w1_bias", "w2_bias", "topk_weights"])
+def test_weights_with_a_pending_negation_are_not_those_without(name):
+    case = make_case(M=5, K=64, I=32, E=8, topk=2, bias=True, seed=9)
+    before = call(case)
+    tensor = getattr(case, name)
+    assert torch.equal(
+        call(case.with_(**{name: torch._neg_view(tensor)})), call(case.with_(**{name: -tensor}))
+    )
+    assert torch.equal(call(case), before)
+
+
+def test_ids_with_a_pending_negation_are_the_negated_ones():
+    ids = torch.tensor([[3, 1], [0, 3]], dtype=torch.int32)
+    expert_map = torch.tensor([1, -1, 0, 2], dtype=torch.int32)
+    pending, pending_map = torch._neg_view(-ids), torch._neg_view(-expert_map)
+    for mine, theirs in zip(
+        moe_align_block_size(pending, 2, 4, pending_map),
+        moe_align_block_size(ids, 2, 4, expert_map),
+        strict=True,
+    ):
+        assert torch.equal(mine, theirs)
+    case = make_case(M=4, E=4, topk=2, local=2, seed=10)
+    turned = case.with_(expert_map=torch._neg_view(-case.expert_map))
+    assert torch.equal(call(turned, packed=pack(case)), call(case, packed=pack(case)))
+
+
+def test_a_call_on_the_meta_device_gives_shape_and_dtype_and_checks():
+    x, w1, w2, weights, ids = (
+        t.to("meta") for t in (CASE.x, CASE.w1, CASE.w2, CASE.topk_weights, CASE.topk_ids)
+    )
+    out = fused_experts(x, w1, w2, weights, ids)
+    assert (out.device.type, out.shape, out.dtype) == ("meta", CASE.x.shape, CASE.x.dtype)
+    assert fused_experts(x, w1, w2, weights, ids, inplace=True) is x
+    with pytest.raises(ShapeError, match="w2"):
+        fused_experts(x, w1, w2[:, :, 1:], weights, ids)
+    with pytest.raises(DeviceError, match="PackedExperts"):
+        fused_experts(x, pack(CASE), None, weights, ids)
+    for mine, theirs in zip(
+        moe_align_block_size(ids, 4, 8), moe_align_block_size(CASE.topk_ids, 4, 8), strict=True
+    ):
+        assert mine.is_meta
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
 
 
 def test_tensors_without_memory_are_refused():
@@ -39,12 +83,23 @@ def test_tensors_without_memory_are_refused():
                 use()
 
 
-def test_inplace_into_an_expanded_tensor_is_refused_before_anything_is_computed():
-    x = CASE.x[:1].expand(5, 64)
+# As strides of [5, 64]: rows that are one, that overlap by half, columns that are one, all elements one, and pairs far apart that meet.
+@pytest.mark.parametrize("strides", [(0, 1), (32, 1), (64, 0), (0, 0), (4, 3)])
+def test_inplace_into_shared_memory_is_refused_before_anything_is_computed(strides):
+    x = CASE.x.clone().as_strided((5, 64), strides)
     before = x.clone()
     with pytest.raises(ArgumentError, match=r"inplace.*clone"):
         fused_experts(x, pack(CASE), None, CASE.topk_weights, CASE.topk_ids, inplace=True)
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("strides", [(64, 1), (65, 1), (1, 5), (128, 2)])
+def test_inplace_into_memory_of_its_own(strides):
+    x = torch.zeros(1000, dtype=CASE.x.dtype).as_strided((5, 64), strides).copy_(CASE.x)
+    want = fused_experts(CASE.x, pack(CASE), None, CASE.topk_weights, CASE.topk_ids)
+    assert torch.equal(
+        fused_experts(x, pack(CASE), None, CASE.topk_weights, CASE.topk_ids, inplace=True), want
+    )
 
 
 def test_a_call_in_the_middle_of_another_gets_memory_of_its_own():

@@ -241,6 +241,9 @@ W1, W2 = torch.zeros((3, 8, 5), dtype=BF16), torch.zeros((3, 5, 4), dtype=BF16)
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
+        ((None, None), {}, "w1.*tensor.*NoneType"),
+        (("ab", W2), {}, "w1.*tensor.*str"),
+        ((W1, [3, 4, 5]), {}, r"w2.*\[rows, columns\] tensor.*int"),
         ((W1[0], W2), {}, r"w1.*\[E, N, K\].*\[8, 5\]"),
         ((W1, W2[0]), {}, r"w2.*\[E, K, I\].*\[5, 4\]"),
         ((W1, W2[:2]), {}, "same number of experts"),
