@@ -18,6 +18,7 @@ from moe_cpu.cli import info, main, support_matrix
 from moe_cpu.models import MODELS
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results" / "emerald-rapids-vllm.json"
 TINY = ["bench", "--shape", "4,2,64,48", "--tokens", "1,3", "--seconds", "0.01", "--threads", "1"]
 
 
@@ -176,7 +177,7 @@ def test_a_suite_file_and_options_over_it(command, tmp_path):
         ({"shapes": [{"E": 4, "topk": 1, "K": 1, "I": 1, "activation": "mish"}]}, "silu.*'mish'"),
         ({"shapes": [{"model": "olmoe-1b-7b", "E": 65}]}, "E = 64"), ({"shapes": [{"model": "olmoe-1b-7b", "K": 5}]}, "only E"),
         ({"routings": ["random"]}, "zipf.*'random'"), ({"scheme": "int4"}, "bf16.*'int4'"), ({"threads": 0}, "threads"),
-        ({"seconds": 0}, "more than 0"), ({"routings": ["router"]}, "router of a checkpoint"), ({"contenders": ["fast"]}, "'fast'"),
+        ({"seconds": 0}, "above 0"), ({"routings": ["router"]}, "router of a checkpoint"), ({"contenders": ["fast"]}, "'fast'"),
     ],
 )  # fmt: skip
 def test_suites_that_are_refused(command, tmp_path, suite, message):
@@ -214,6 +215,16 @@ def test_a_forced_isa_that_cannot_run_is_refused_before_anything_is_measured(com
         (["--shape", "4,5,64,64"], 2, ["topk <= E"]),
         (["--tokens", "one"], 2, ["whole numbers", "'one'"]),
         (["--fast"], 2, ["--fast"]),
+        (["--seconds", "nan"], 1, ["seconds: ", "above 0", "nan"]),
+        (["--seconds", "inf", "--random-config", "olmoe-1b-7b"], 1, ["seconds: ", "above 0", "inf"]),
+        (["--threads", str(2**40)], 1, ["from 1 to 4096", str(2**40)]),
+        (["--threads", "0"], 1, ["from 1 to 4096", "got 0"]),
+        (["--threads", "0", "--random-config", "olmoe-1b-7b"], 1, ["from 1 to 4096", "got 0"]),
+        (["--seed", str(2**70)], 1, ["seed: ", "2^32 - 1", str(2**70)]),
+        (["--json", ""], 2, ["name of a file"]),
+        (["--layer", "3"], 1, ["--layer", "--checkpoint"]),
+        (["--layer", "0", "--overheads"], 1, ["--layer"]),
+        (["--layer", "0", "--random-config", "qwen3-30b-a3b"], 1, ["--layer"]),
     ],
 )
 def test_options_that_are_refused(command, arguments, status, words):
@@ -249,9 +260,39 @@ def test_exit_status_of_a_run(command, monkeypatch):
     assert "native wrong at M=1: " in out
 
 
+def test_a_disk_that_is_full(command):
+    status, _, err = command(*TINY, "--baseline", "none", "--json", "/dev/full")
+    assert status == 1
+    assert re.fullmatch(r"moe-cpu: .*No space left on device.*\n", err)
+
+
+def test_a_picture_of_an_unknown_kind_is_refused_before_measuring(command, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("moe_cpu.cli.bench.run", lambda *_, **__: pytest.fail("it measured"))
+    for arguments in ([*TINY, "--plot"], ["plot", RESULTS]):
+        status, out, err = command(*arguments, tmp_path / "p.foo")
+        assert (status, out) == (1, "")
+        assert re.match(r"moe-cpu: plot: expected a file ending in one of .*\.png.*p\.foo", err), err
+    status, _, err = command("plot", RESULTS, tmp_path / "none" / "p.png")
+    assert (status, "its folder must exist" in err) == (1, True)
+
+
 def test_a_results_file_that_is_none(command, tmp_path):
     file = tmp_path / "r.json"
-    for text in ("", "[]", '{"schema": 0}'):
+    report = {"schema": 1, "environment": None, "ceilings": None, "rows": []}
+    rows = {
+        **report,
+        "environment": dict.fromkeys(("cpu", "threads", "moe_cpu", "commit", "torch"), "x"),
+        "rows": [3],
+    }
+    for text in (
+        "",
+        "[]",
+        '{"schema": 0}',
+        json.dumps(report),
+        json.dumps({**report, "environment": {}}),
+        json.dumps(rows),
+    ):
         file.write_text(text)
         status, _, err = command("plot", file, tmp_path / "p.png")
         assert status == 1

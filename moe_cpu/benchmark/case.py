@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from moe_cpu.benchmark.limits import check_seconds, check_seed, check_threads
 from moe_cpu.benchmark.routing import check_routing
 from moe_cpu.checks import ACTIVATIONS
 from moe_cpu.errors import ArgumentError
@@ -90,15 +91,11 @@ class Suite:
             if isinstance(self.threads, tuple)
             else (1 if self.threads is None else self.threads,)
         )
-        odd = any(not isinstance(n, int) or n < 1 for n in counts)
-        if odd or not counts or len(set(counts)) < len(counts):
-            raise ArgumentError(
-                f"threads: expected different whole numbers of at least 1, got {self.threads!r}"
-            )
+        check_threads(*counts)
         if self.device == "cuda" and len(counts) > 1:
             raise ArgumentError(f"threads: expected one number on cuda, got {self.threads!r}")
-        if self.seconds <= 0:
-            raise ArgumentError(f"seconds: expected more than 0, got {self.seconds}")
+        check_seconds(self.seconds)
+        check_seed(self.seed)
 
     @property
     def thread_counts(self) -> tuple[int, ...]:

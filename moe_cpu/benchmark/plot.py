@@ -20,9 +20,9 @@ def save(report: Report, path: str | Path) -> None:
     numbers of threads, both show the most, and a third panel the speed-ups (`plot_threads`).
 
     Raises:
-        ArgumentError: matplotlib is missing, or the report has no times.
+        ArgumentError: matplotlib is missing, makes no files of that suffix, or the report has no times.
     """
-    plt = pyplot()
+    plt = pyplot(path)
     measured = [row for row in report.rows if row.status == OK and row.times is not None]
     if not measured:
         raise ArgumentError("plot: the report has no measured case")
@@ -61,11 +61,11 @@ def caption(environment: dict[str, Any]) -> str:
     return f"{e.get('gpu') or e['cpu']}, {e['threads']} threads, moe-cpu {e['moe_cpu']} ({e['commit'] or 'no commit'}), torch {e['torch']}"
 
 
-def pyplot() -> Any:
-    """matplotlib's drawing functions, for files and not for a screen.
+def pyplot(picture: str | Path) -> Any:
+    """matplotlib's drawing functions, for the file `picture` and not for a screen.
 
     Raises:
-        ArgumentError: matplotlib is missing.
+        ArgumentError: matplotlib is missing, or makes no files of that suffix.
     """
     try:
         import matplotlib
@@ -74,6 +74,11 @@ def pyplot() -> Any:
         import matplotlib.pyplot
     except ImportError as error:
         raise ArgumentError("plot: drawing needs matplotlib; install moe-cpu[plot]") from error
+    known = matplotlib.backend_bases.FigureCanvasBase.get_supported_filetypes()
+    if Path(picture).suffix.lower().lstrip(".") not in known:
+        raise ArgumentError(
+            f"plot: expected a file ending in one of .{', .'.join(sorted(known))}, got {picture}"
+        )
     return matplotlib.pyplot
 
 

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, TypeVar
 from moe_cpu.errors import ArgumentError
 
 R = TypeVar("R", bound="SavedReport")
+# What tables and pictures say of the machine; the rest is for people.
+_ENVIRONMENT = ("cpu", "threads", "moe_cpu", "commit", "torch")
 
 
 @dataclasses.dataclass
@@ -38,11 +40,19 @@ class SavedReport:
         """Reads what `to_dict` made.
 
         Raises:
-            ArgumentError: another kind or schema.
+            ArgumentError: another kind or schema, or an environment that does not say where.
         """
         found: dict[str, Any] = {key: data[key] for key in ("kind", "schema") if key in data}
         if found != cls._head():
             raise ArgumentError(f"results: expected {_words(cls._head())}, got {_words(found)}")
+        environment = data.get("environment")
+        missing = [
+            name for name in _ENVIRONMENT if not isinstance(environment, dict) or name not in environment
+        ]
+        if missing:
+            raise ArgumentError(
+                f"results: expected an environment with {', '.join(missing)}, got {environment!r:.80}"
+            )
         return cls(**cls.parts({key: value for key, value in data.items() if key not in found}))
 
     def save(self, path: str | Path) -> None:
@@ -59,7 +69,7 @@ class SavedReport:
         """
         try:
             return cls.from_dict(read_json(path))
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ArgumentError(f"results: {path} cannot be read: {error}") from error
 
     @classmethod

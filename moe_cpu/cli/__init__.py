@@ -30,3 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe went away
         sys.stderr.close()
         return 1
+    except OSError as error:  # a full disk, a file that cannot be made after all
+        print(f"moe-cpu: {error}", file=sys.stderr)
+        return 1

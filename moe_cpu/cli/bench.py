@@ -13,7 +13,7 @@ from moe_cpu.benchmark.case import DEVICES
 from moe_cpu.benchmark.checkpoint import Checkpoint
 from moe_cpu.benchmark.report import SKIPPED
 from moe_cpu.cli import end_to_end, overheads
-from moe_cpu.cli.options import check_writable, counts, names, with_progress
+from moe_cpu.cli.options import check_writable, counts, file, names, with_progress
 from moe_cpu.errors import ArgumentError, IsaUnavailable
 from moe_cpu.models import MODELS, ModelShape, find
 
@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
     what.add_argument(
         "--checkpoint", metavar="DIR", help="weights and router of a Hugging Face checkpoint on disk"
     )
-    what.add_argument("--layer", metavar="L", type=int, default=0, help="layer of the checkpoint (default 0)")
+    what.add_argument("--layer", metavar="L", type=int, help="layer of the checkpoint (default 0)")
     what.add_argument("--tokens", metavar="M,...", type=counts, help="tokens in a call")
     what.add_argument(
         "--routing",
@@ -92,11 +92,13 @@ def add_parser(commands: Any) -> None:
     how.add_argument(
         "--seconds", metavar="S", type=float, help="time for one point, shared by its contenders"
     )
-    how.add_argument("--seed", metavar="N", type=int)
+    how.add_argument("--seed", metavar="N", type=int, help="what random numbers start from (default 0)")
     end_to_end.add_arguments(parser)
     out = parser.add_argument_group("results")
-    out.add_argument("--json", metavar="FILE", help="write everything measured")
-    out.add_argument("--plot", metavar="FILE.png", help="draw rooflines and tokens/s (needs matplotlib)")
+    out.add_argument("--json", metavar="FILE", type=file, help="write everything measured")
+    out.add_argument(
+        "--plot", metavar="FILE.png", type=file, help="draw rooflines and tokens/s (needs matplotlib)"
+    )
     parser.set_defaults(run=main)
 
 
@@ -111,9 +113,9 @@ def main(options: argparse.Namespace) -> int:
         if name in isa.names() and (reason := isa.why_not(name)) is not None:
             raise IsaUnavailable(f"bench: --isa {name}: {reason}")
     if options.plot:
-        plot.pyplot()  # or it is refused before anything is measured
-    for file in filter(None, (options.json, options.plot)):
-        check_writable(file)
+        plot.pyplot(options.plot)  # or it is refused before anything is measured
+    for written in filter(None, (options.json, options.plot)):
+        check_writable("bench", written)
     keep = (lambda report: report.save(options.json)) if options.json else None
     if suite.device == "cuda":
         steps = 1 + len(suite.shapes) * (1 + len(list(suite.points())))
@@ -143,7 +145,9 @@ def build_suite(options: argparse.Namespace) -> tuple[Suite, Checkpoint | None]:
         raise ArgumentError(
             f"bench: expected one of --suite, --model, --shape and --checkpoint, got --{' and --'.join(given)}"
         )
-    checkpoint = Checkpoint(options.checkpoint, options.layer) if options.checkpoint else None
+    if options.layer is not None and not options.checkpoint:
+        raise ArgumentError("bench: --layer chooses among the layers of a --checkpoint, and none was given")
+    checkpoint = Checkpoint(options.checkpoint, options.layer or 0) if options.checkpoint else None
     changes: dict[str, Any] = {}
     if checkpoint is not None:
         if options.device == "cuda":

@@ -10,7 +10,7 @@ from moe_cpu.cli.options import check_writable, counts, names, with_progress
 from moe_cpu.errors import ArgumentError
 
 # Options of single layers, which mean nothing here.
-_OF_LAYERS = ("suite", "model", "shape", "checkpoint", "tokens", "routing", "device", "backend", "baseline", "isa")  # fmt: skip
+_OF_LAYERS = ("suite", "model", "shape", "checkpoint", "layer", "tokens", "routing", "device", "backend", "baseline", "isa")  # fmt: skip
 
 _OWN = ("model_dir", "random_config", "layers", "prompt_tokens", "new_tokens", "batch", "implementations")
 
@@ -59,9 +59,9 @@ def main(options: argparse.Namespace) -> int:
     from moe_cpu.benchmark.end_to_end import plot, runner, table
 
     if options.plot:
-        layer_plot.pyplot()  # or it is refused before anything is measured
+        layer_plot.pyplot(options.plot)  # or it is refused before anything is measured
     for file in filter(None, (options.json, options.plot)):
-        check_writable(file)
+        check_writable("bench", file)
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     keep = (lambda report: report.save(options.json)) if options.json else None
@@ -81,7 +81,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
     Raises:
         ArgumentError: options that contradict each other, or a wrong value.
     """
-    foreign = [name for name in _OF_LAYERS if getattr(options, name)]
+    foreign = [name for name in _OF_LAYERS if getattr(options, name) is not None]
     if foreign:
         raise ArgumentError(
             f"bench: --{' and --'.join(foreign)} would measure a layer; expected only options of a whole model "

@@ -29,12 +29,21 @@ def counts(text: str) -> list[int]:
         ) from None
 
 
-def check_writable(file: str) -> None:
+def file(text: str) -> str:
+    """The name of a file."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected the name of a file, got ''")
+    return text
+
+
+def check_writable(command: str, file: str) -> None:
     """Raises ArgumentError when no results file can be made there: better now than after the measurement."""
     path = Path(file)
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ArgumentError(f"bench: expected a file that can be written, got {file}; its folder must exist")
+        raise ArgumentError(
+            f"{command}: expected a file that can be written, got {file}; its folder must exist"
+        )
 
 
 def with_progress(work: Callable[[Callable[[str], None]], T], steps: int) -> T:

@@ -9,7 +9,18 @@ from moe_cpu.errors import ArgumentError
 from moe_cpu.models import ModelShape, find
 
 # Options of layers that mean nothing here.
-_FOREIGN = ("suite", "checkpoint", "tokens", "routing", "device", "backend", "baseline", "isa", "plot")
+_FOREIGN = (
+    "suite",
+    "checkpoint",
+    "layer",
+    "tokens",
+    "routing",
+    "device",
+    "backend",
+    "baseline",
+    "isa",
+    "plot",
+)
 _PACKED = "qwen3-30b-a3b"
 
 
@@ -26,7 +37,7 @@ def main(options: argparse.Namespace) -> int:
     """Measures, prints the table, writes the file."""
     shape = shape_of(options)
     if options.json:
-        check_writable(options.json)
+        check_writable("bench", options.json)
     from moe_cpu.benchmark.overheads import runner, table
 
     given = {name: getattr(options, name) for name in ("threads", "seconds", "seed")}
@@ -45,7 +56,7 @@ def shape_of(options: argparse.Namespace) -> ModelShape:
     Raises:
         ArgumentError: options that mean nothing here, or more than one layer.
     """
-    foreign = [name for name in _FOREIGN if getattr(options, name)]
+    foreign = [name for name in _FOREIGN if getattr(options, name) is not None]
     if foreign:
         raise ArgumentError(
             f"bench: --{' and --'.join(foreign)} would measure layers; expected only --model or --shape, --experts, --threads, "

@@ -9,6 +9,7 @@ from moe_cpu.benchmark.end_to_end.report import EndToEndReport
 from moe_cpu.benchmark.overheads.report import OverheadsReport
 from moe_cpu.benchmark.report import Report
 from moe_cpu.benchmark.saved import read_json
+from moe_cpu.cli.options import check_writable
 from moe_cpu.errors import ArgumentError
 
 
@@ -29,6 +30,7 @@ def run(options: argparse.Namespace) -> int:
     from moe_cpu.benchmark import plot
     from moe_cpu.benchmark.end_to_end import plot as end_to_end_plot
 
+    check_writable("plot", options.picture)
     kind = read_json(options.results).get("kind")
     if kind == OverheadsReport.kind:
         raise ArgumentError(

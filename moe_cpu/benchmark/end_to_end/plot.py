@@ -20,7 +20,7 @@ def save(report: EndToEndReport, path: str | Path) -> None:
     Raises:
         ArgumentError: matplotlib is missing, or the report has no times.
     """
-    plt = pyplot()
+    plt = pyplot(path)
     done = [point for point in report.points if point.status == OK and point.phases]
     if not done:
         raise ArgumentError("plot: the report has no measured implementation")

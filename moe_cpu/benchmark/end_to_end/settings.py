@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from moe_cpu.benchmark.limits import check_seconds, check_seed, check_threads
 from moe_cpu.errors import ArgumentError
 
 
@@ -68,13 +69,12 @@ class Settings:
             "new-tokens": (self.new_tokens,),
             "batch": self.batches,
         }
-        if self.threads is not None:
-            counts["threads"] = (self.threads,)
         for name, values in counts.items():
             if not values or min(values) < 1:
                 raise ArgumentError(f"{name}: expected whole numbers of at least 1, got {list(values)}")
-        if not self.seconds > 0:
-            raise ArgumentError(f"seconds: expected more than 0, got {self.seconds}")
+        check_threads(1 if self.threads is None else self.threads)
+        check_seconds(self.seconds)
+        check_seed(self.seed)
         if not self.implementations or len(set(self.implementations)) < len(self.implementations):
             raise ArgumentError(
                 f"implementations: expected different names, at least one, got {list(self.implementations)}"

@@ -8,10 +8,11 @@ import torch
 
 from moe_cpu import native_library
 from moe_cpu.benchmark import environment, memory
+from moe_cpu.benchmark.limits import check_seconds, check_seed, check_threads
 from moe_cpu.benchmark.overheads import layer_call, packing, packing_peak, sorting
 from moe_cpu.benchmark.overheads.report import OverheadsReport
 from moe_cpu.benchmark.runner import threads_set
-from moe_cpu.errors import ArgumentError, BackendUnavailable
+from moe_cpu.errors import BackendUnavailable
 from moe_cpu.models import ModelShape
 
 STEPS = 4
@@ -34,14 +35,13 @@ def run(
         progress: called with a short text before each of `STEPS` steps.
 
     Raises:
-        ArgumentError: `threads` or `seconds` make no sense.
+        ArgumentError: `threads`, `seconds` or `seed` make no sense.
         NativeLibraryMissing: there is nothing to measure.
         OutOfMemory: the layer does not fit; raised before any of it is made.
     """
-    if seconds <= 0 or (threads is not None and threads < 1):
-        raise ArgumentError(
-            f"overheads: expected more than 0 seconds and at least 1 thread, got {seconds} and {threads}"
-        )
+    check_threads(1 if threads is None else threads)
+    check_seconds(seconds)
+    check_seed(seed)
     native_library.library()
     packing.plan(shape, memory.available_bytes())
     tell = progress or (lambda text: None)
