@@ -92,7 +92,8 @@ def describe(threads: int) -> dict[str, Any]:
         "isa": isa.active() if isa.available() else None,
         "isas": list(isa.available()),
         "last_level_cache_bytes": memory.last_level_cache_bytes(),
-        "openmp_runtimes": native.get("openmp_runtimes", []),
+        # Without where this user keeps packages: results are for showing around.
+        "openmp_runtimes": [path.rpartition("/site-packages/")[2] for path in native.get("openmp_runtimes", [])],
         "compiler": compiler(),
         "moe_cpu": version(),
         "commit": commit(),
