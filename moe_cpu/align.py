@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_cpu import align_ops, ops
 from moe_cpu.checks import ID_DTYPES, check_count, check_expert_ids, refuse_tracing
 from moe_cpu.errors import ArgumentError, device_error, dtype_error, shape_error
+from moe_cpu.int32 import as_int32
 
 _LIMIT = 2**31
 
@@ -26,7 +27,7 @@ def moe_align_block_size(
     """Sorts the flattened `topk_ids` by expert, stably, and pads every expert's run to a multiple of `block_size`.
 
     Args:
-        topk_ids: `[M, topk]` int32 or int64, any strides; ids in [0, num_experts), -1 = no expert (left out).
+        topk_ids: `[M, topk]` int32 or int64, any strides; ids in [0, num_experts), -1 = no expert (left out). On the device "meta" the results have no memory.
         block_size: rows of one block, at least 1.
         num_experts: global number of experts.
         expert_map: `[num_experts]` int32 or int64, global to local id, -1 = on another rank.
@@ -75,16 +76,17 @@ def moe_align_block_size(
             raise dtype_error(
                 "expert_map", "int32 or int64", expert_map.dtype, "pass expert_map.to(torch.int32)"
             )
-        expert_map = ops.as_int32("expert_map", expert_map)
     topk_ids = topk_ids.resolve_neg()
     if check_ids and topk_ids.is_cuda:
         check_expert_ids(topk_ids, num_experts)
     refuse_tracing()
-    if topk_ids.is_cuda or topk_ids.is_meta or (topk_ids.is_cpu and ops.available()):
-        if torch.compiler.is_compiling() or topk_ids.is_meta:
-            return torch.ops.moe_cpu.moe_align_block_size(
-                topk_ids, block_size, num_experts, expert_map, pad_sorted_ids
-            )
+    if topk_ids.is_meta or (torch.compiler.is_compiling() and (topk_ids.is_cuda or ops.available())):
+        return torch.ops.moe_cpu.moe_align_block_size(
+            topk_ids, block_size, num_experts, expert_map, pad_sorted_ids
+        )
+    if expert_map is not None:
+        expert_map = as_int32("expert_map", expert_map)
+    if topk_ids.is_cuda or (topk_ids.is_cpu and ops.available()):
         align = align_on_cuda if topk_ids.is_cuda else align_ops.moe_align_block_size
         return align(topk_ids, block_size, num_experts, expert_map, pad_sorted_ids)
     return _align_in_torch(topk_ids, block_size, num_experts, expert_map, length)

@@ -248,7 +248,7 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
 
 
 def refuse_tracing() -> None:
-    """Raises ArgumentError under `torch.jit.trace`, which does not see native calls and would record their results as constants."""
+    """Raises ArgumentError under `torch.jit.trace`, which keeps as constants what was read from the ids and what native calls returned."""
     if torch.jit.is_tracing():
         raise ArgumentError(
             "torch.jit.trace: expected torch.compile or torch.export, which record this call; a trace would keep the result of its example"
@@ -257,6 +257,10 @@ def refuse_tracing() -> None:
 
 def check_own_memory(name: str, matrix: torch.Tensor) -> None:
     """Raises ArgumentError when two elements of `matrix` `[rows, columns]`, which is about to be written, share their memory."""
+    if matrix.layout != torch.strided:
+        raise ArgumentError(
+            f"inplace: expected {name} of layout torch.strided, got {matrix.layout}; pass {name}.to_dense()"
+        )
     (rows, columns), (down, right) = matrix.shape, matrix.stride()
     # Equal addresses mean i * down == j * right; the least such i and j that are not both zero:
     step = math.gcd(down, right)

@@ -65,7 +65,7 @@ def fused_experts(
         w2: `[E, K, I]` in the dtype of `w1`; None with a `PackedExperts`.
         topk_weights: `[M, topk]` float32, bf16 or fp16.
         topk_ids: `[M, topk]` int32 or int64, global expert ids, -1 = no expert.
-        inplace: write the result into `hidden_states` and return it.
+        inplace: write the result into `hidden_states` and return it; every element needs memory of its own, which a graph does not check.
         activation: silu, gelu (erf), gelu_tanh, swigluoai or relu2.
         apply_router_weight_on_input: multiply x, instead of the expert's result, by the weight; topk must be 1.
         global_num_experts: experts on all ranks; -1 = the length of `expert_map`, or E without one.
@@ -124,14 +124,11 @@ def fused_experts(
         hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input, global_num_experts,
         expert_map, w1_bias, w2_bias,
     )  # fmt: skip
-    if hidden_states.is_meta:
-        return (
-            hidden_states
-            if inplace
-            else torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-        )
     if inplace:
         check_own_memory("hidden_states", hidden_states)
+    if hidden_states.is_meta:  # nothing to compute
+        empty = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+        return hidden_states if inplace else empty
     if packed is None:
         experts, kernel = _stages(name)
         chosen = experts.backend_for(hidden_states, w1, w2, activation, w1_bias, w2_bias)

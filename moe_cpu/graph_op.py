@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-_biases: DerivedCache[torch.Tensor] = DerivedCache()
-
-
 def record(
     hidden_states: torch.Tensor,
     w1: Any,
@@ -55,8 +52,11 @@ def record(
     )  # fmt: skip
 
 
+_biases: DerivedCache[torch.Tensor] = DerivedCache()
+
+
 def _float32(bias: torch.Tensor | None) -> torch.Tensor | None:
-    """The bias as packed weights have it, converted once for each of its versions."""
+    """The bias as packed weights have it, made once for each of its versions; those of an inference tensor, which has none, are left to `from_tensors`."""
     if bias is None or bias.dtype == torch.float32 or bias.is_inference():
         return bias
     return _biases.entry((bias,), torch.float32, lambda: bias.detach().float()).value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_cpu.checks import check_expert_ids
+from moe_cpu.checks import check_expert_ids, refuse_tracing
 from moe_cpu.errors import expert_map_error, shape_error, token_count_error
 
 
@@ -14,6 +14,7 @@ def local_expert_ids(topk_ids: torch.Tensor, E: int, expert_map: torch.Tensor | 
     Raises: ExpertIdError for an id that is neither -1 nor an index into the map (without a map: below E), and for a map
     entry outside `[-1, E)`.
     """
+    refuse_tracing()
     if expert_map is None:
         check_expert_ids(topk_ids, E)
         return topk_ids.long()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from typing import Any
 
 import torch
@@ -160,15 +161,23 @@ class MoELayer(nn.Module):
         super().__init__()
         self.config = config
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.add_module(config.router_name, Router(config, **factory))
+        self._add("router_name", Router(config, **factory))
         self.experts = Experts(config, **factory)
         if config.shared_intermediate_size:
-            self.add_module(config.shared_name, SharedExpert(config, **factory))
+            self._add("shared_name", SharedExpert(config, **factory))
             if config.shared_gate:
-                self.add_module(
-                    config.shared_gate_name, nn.Linear(config.hidden_size, 1, bias=False, **factory)
-                )
+                self._add("shared_gate_name", nn.Linear(config.hidden_size, 1, bias=False, **factory))
         self.reset_parameters()
+
+    def _add(self, field: str, module: nn.Module) -> None:
+        """Adds a module under the name that the configuration gives it."""
+        name = getattr(self.config, field)
+        free = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
+        if not free or name == "experts" or hasattr(self, name):
+            raise ArgumentError(
+                f"{field}: expected a Python name that no attribute of the layer has, got {name!r}"
+            )
+        self.add_module(name, module)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -198,22 +207,23 @@ class MoELayer(nn.Module):
         """Args:
             hidden_states: `[..., K]` in the layer's dtype.
         Returns: the same shape and dtype.
-        Raises: ShapeError, DTypeError; what `fused_experts` raises; NoBackward when a gradient is wanted from released weights.
+        Raises: ShapeError, DTypeError, DeviceError; what `fused_experts` raises; NoBackward when a gradient is wanted from released weights.
         """
-        c, dtype = self.config, getattr(self, self.config.router_name).weight.dtype
+        c, weight = self.config, getattr(self, self.config.router_name).weight
         if not isinstance(hidden_states, torch.Tensor):
             raise ArgumentError(f"hidden_states: expected a tensor, got {type(hidden_states).__name__}")
         if hidden_states.dim() == 0 or hidden_states.shape[-1] != c.hidden_size:
             raise ShapeError(
                 f"hidden_states: expected [..., K] with K = hidden_size = {c.hidden_size}, got {list(hidden_states.shape)}"
             )
-        device = getattr(self, c.router_name).weight.device
-        if hidden_states.device != device:
-            raise device_error("hidden_states", device, hidden_states.device, "the layer")
-        kind = hidden_states.device.type
+        if hidden_states.device != weight.device:
+            raise device_error("hidden_states", weight.device, hidden_states.device, "the layer")
+        kind = hidden_states.device.type  # torch knows no autocast on "meta"
         mixed = c.router_float32 or (kind != "meta" and torch.is_autocast_enabled(kind))
-        if hidden_states.dtype != dtype and not mixed:
-            raise dtype_error("hidden_states", f"{dtype_name(dtype)}, like the layer", hidden_states.dtype)
+        if hidden_states.dtype != weight.dtype and not mixed:
+            raise dtype_error(
+                "hidden_states", f"{dtype_name(weight.dtype)}, like the layer", hidden_states.dtype
+            )
         x = hidden_states.reshape(-1, c.hidden_size)
         out = self.experts(x, getattr(self, c.router_name)(x))
         if c.shared_intermediate_size:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
-
 from moe_cpu.checks import activation_width, check_count
 from moe_cpu.errors import ArgumentError, unknown_name_error
 
@@ -56,19 +54,6 @@ class MoELayerConfig:
         ):
             check_count(name, getattr(self, name))
         check_count("shared_intermediate_size", self.shared_intermediate_size, least=0)
-        taken = {"experts", "config"}
-        for field in ("router_name", "shared_name", "shared_gate_name"):
-            value = getattr(self, field)
-            if (
-                not isinstance(value, str)
-                or not value.isidentifier()
-                or value in taken
-                or hasattr(nn.Module(), value)
-            ):
-                raise ArgumentError(
-                    f"{field}: expected a Python name that no attribute of the layer has, got {value!r}"
-                )
-            taken.add(value)
         if self.router not in ROUTERS:
             raise unknown_name_error("router", self.router, ROUTERS)
         activation_width(self.activation)

@@ -72,7 +72,7 @@ class FusedMoEModularKernel(torch.nn.Module):
             w1, w2: `[E, N, K]` and `[E, K, I]`, or a `PackedExperts` and None.
             topk_weights: `[M, topk]` float32, bf16 or fp16.
             topk_ids: `[M, topk]` int32 or int64, global ids, -1 = no expert.
-            inplace: write the result into `hidden_states` and return it.
+            inplace: write the result into `hidden_states`, whose elements need memory of their own, and return it.
             global_num_experts: experts on all ranks; -1 = the length of `expert_map`, or E without one.
             expert_map: `[global_num_experts]` int32, global to local id, -1 = on another rank.
             w1_scale, w2_scale, w1_zp, w2_zp, a1_scale, a2_scale: passed on to the stages; those of this package take none.

@@ -17,6 +17,7 @@ from torch import Tensor
 from moe_cpu import native_library as native
 from moe_cpu.checks import ACTIVATION_WIDTH, check_call, refuse_tracing
 from moe_cpu.errors import ArgumentError, IsaUnavailable, dtype_name, no_memory_error
+from moe_cpu.int32 import as_int32
 from moe_cpu.scratch import CallMemory
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def layer(
                 good and expert_map.dtype == torch.int32 and expert_map.is_contiguous() and expert_map.is_cpu
                 and not expert_map.is_neg()
             )  # fmt: skip
-        # Under torch.jit.trace sizes are tensors.
+        # Under torch.jit.trace sizes are tensors: the caller refuses that.
         good = (
             good
             and type(columns) is int
@@ -227,23 +228,6 @@ def _routed(
     return done
 
 
-def as_int32(name: str, numbers: Tensor) -> Tensor:
-    """Contiguous int32. What does not fit is refused on the CPU; on a GPU, which is not waited for, it becomes a number of the same sign out of range.
-
-    Raises: ArgumentError with the place and the number.
-    """
-    numbers = numbers.resolve_neg()
-    if numbers.dtype != torch.int32:
-        near = numbers.clamp(-(2**31), 2**31 - 1)
-        if numbers.is_cpu and not torch.equal(near, numbers):
-            index = int((near != numbers).nonzero()[0])
-            raise ArgumentError(
-                f"{name}[{index}]: expected a number that int32 holds, got {int(numbers[index])}"
-            )
-        numbers = near.to(torch.int32)
-    return numbers.contiguous()
-
-
 def layer_scratch_bytes(
     tokens: int, topk: int, packed: Any, dtype: torch.dtype, mode: int, isa: str | int | None = None
 ) -> int:
@@ -305,8 +289,8 @@ def experts_batched(
     Raises:
         ArgumentError: a count outside 0 .. max_num_tokens.
     """
-    out = torch.empty(x.shape, dtype=x.dtype) if out is None else out
     refuse_tracing()
+    out = torch.empty(x.shape, dtype=x.dtype) if out is None else out
     counts, x = as_int32("expert_num_tokens", expert_num_tokens), x.resolve_neg()
     x = x if x.stride(-1) == 1 else x.contiguous()
     done = layer(x, packed, None, None, out, native.BATCHED, activation, None, counts, isa, scratch)

@@ -26,7 +26,7 @@ def run_stored(
     weight_on_input: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """`fused_experts` on the weights of `module`, eager, traced or without memory.
+    """`fused_experts` on the weights of `module`, eager or traced.
 
     Args:
         packed: what the module holds instead of dense weights, or None.
@@ -35,7 +35,7 @@ def run_stored(
     Returns: `[M, K]` in the dtype of `hidden_states`.
     Raises: what `fused_experts` raises.
     """
-    if torch.compiler.is_compiling() or hidden_states.is_meta:
+    if torch.compiler.is_compiling():
         if packed is not None:
             ids = torch.where(topk_ids == packed.E, -1, topk_ids)
             return fused_experts(
@@ -51,9 +51,10 @@ def run_stored(
             weight_on_input, backend,
         )  # fmt: skip
     w1, w2, w1_bias, w2_bias = (packed, None, None, None) if packed is not None else dense(module, names)
+    expert_map = None if hidden_states.is_meta else with_sentinel(w1.shape[0])
     return fused_experts(
         hidden_states, w1, w2, topk_weights, topk_ids, activation=activation,
-        apply_router_weight_on_input=weight_on_input, expert_map=with_sentinel(w1.shape[0]), w1_bias=w1_bias,
+        apply_router_weight_on_input=weight_on_input, expert_map=expert_map, w1_bias=w1_bias,
         w2_bias=w2_bias, backend=backend,
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from moe_cpu import align_ops, ops, pack_ops
 from moe_cpu.align import moe_align_block_size
 from moe_cpu.checks import check_batched_call, check_call
 from moe_cpu.errors import ArgumentError, ShapeError, dtype_error
+from moe_cpu.int32 import as_int32
 from moe_cpu.native_library import GATE_LAYOUT_CODES
 from moe_cpu.pack_build import Matrices, check_even
 from moe_cpu.packing import PackedExperts
@@ -74,7 +75,7 @@ def _experts_batched(
 
 
 def _as_map(expert_map: Tensor | None) -> Tensor | None:
-    return None if expert_map is None else ops.as_int32("expert_map", expert_map)
+    return None if expert_map is None else as_int32("expert_map", expert_map)
 
 
 def _align(

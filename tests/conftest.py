@@ -21,6 +21,7 @@ import torch
 
 from moe_cpu import isa as selection
 from moe_cpu import ops
+from moe_cpu.cli import main
 
 hypothesis.settings.register_profile(
     "ci",
@@ -113,3 +114,18 @@ def set_threads() -> Iterator[Callable[[int], None]]:
 @pytest.fixture
 def rng() -> torch.Generator:
     return torch.Generator().manual_seed(20240229)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command: exit status, standard output, standard error."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        try:
+            status = main([str(a) for a in arguments])
+        except SystemExit as exit:  # argparse's way of refusing
+            status = exit.code
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run

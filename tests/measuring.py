@@ -13,6 +13,8 @@ from moe_cpu.benchmark.baselines.torch_loop import TorchLoop
 from moe_cpu.benchmark.inputs import Inputs
 from moe_cpu.models import ModelShape
 
+# Arguments of the command line for a measurement of a moment.
+TINY = ["bench", "--shape", "4,2,64,48", "--tokens", "1,3", "--seconds", "0.01", "--threads", "1"]
 SHAPE = ModelShape("tiny", E=6, topk=2, K=64, I=48)
 
 

@@ -10,36 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from measuring import add_contender, make_quick
+from measuring import TINY, add_contender, make_quick
 
 from moe_cpu import experts, isa
 from moe_cpu.benchmark import Report, backends, environment, memory
-from moe_cpu.cli import info, main, support_matrix
+from moe_cpu.cli import info, support_matrix
 from moe_cpu.models import MODELS
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results" / "emerald-rapids-vllm.json"
-TINY = ["bench", "--shape", "4,2,64,48", "--tokens", "1,3", "--seconds", "0.01", "--threads", "1"]
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     make_quick(monkeypatch)
-
-
-@pytest.fixture
-def command(capsys):
-    """Runs a command: exit status, standard output, standard error."""
-
-    def run(*arguments):
-        try:
-            status = main([str(a) for a in arguments])
-        except SystemExit as exit:  # argparse's way of refusing
-            status = exit.code
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
 
 
 def test_info_says_what_runs_and_why_not(command):
@@ -120,14 +103,6 @@ def test_bench_prints_a_table_and_writes_files(command, tmp_path):
     again = tmp_path / "again.svg"
     assert command("plot", results, again)[0] == 0
     assert "<svg" in again.read_text()
-
-
-def test_a_picture_without_matplotlib_is_refused_before_measuring(command, monkeypatch, tmp_path):
-    monkeypatch.setattr("moe_cpu.cli.bench.run", lambda *_, **__: pytest.fail("it measured"))
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    status, out, err = command(*TINY, "--plot", tmp_path / "p.png")
-    assert (status, out) == (1, "")
-    assert err == "moe-cpu: plot: drawing needs matplotlib; install moe-cpu[plot]\n"
 
 
 def test_every_named_instruction_set_is_run(command, tmp_path):
@@ -258,45 +233,6 @@ def test_exit_status_of_a_run(command, monkeypatch):
     status, out, _ = command(*TINY, "--backend", "native", "--baseline", "none")
     assert status == 1
     assert "native wrong at M=1: " in out
-
-
-def test_a_disk_that_is_full(command):
-    status, _, err = command(*TINY, "--baseline", "none", "--json", "/dev/full")
-    assert status == 1
-    assert re.fullmatch(r"moe-cpu: .*No space left on device.*\n", err)
-
-
-def test_a_picture_of_an_unknown_kind_is_refused_before_measuring(command, monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr("moe_cpu.cli.bench.run", lambda *_, **__: pytest.fail("it measured"))
-    for arguments in ([*TINY, "--plot"], ["plot", RESULTS]):
-        status, out, err = command(*arguments, tmp_path / "p.foo")
-        assert (status, out) == (1, "")
-        assert re.match(r"moe-cpu: plot: expected a file ending in one of .*\.png.*p\.foo", err), err
-    status, _, err = command("plot", RESULTS, tmp_path / "none" / "p.png")
-    assert (status, "its folder must exist" in err) == (1, True)
-
-
-def test_a_results_file_that_is_none(command, tmp_path):
-    file = tmp_path / "r.json"
-    report = {"schema": 1, "environment": None, "ceilings": None, "rows": []}
-    rows = {
-        **report,
-        "environment": dict.fromkeys(("cpu", "threads", "moe_cpu", "commit", "torch"), "x"),
-        "rows": [3],
-    }
-    for text in (
-        "",
-        "[]",
-        '{"schema": 0}',
-        json.dumps(report),
-        json.dumps({**report, "environment": {}}),
-        json.dumps(rows),
-    ):
-        file.write_text(text)
-        status, _, err = command("plot", file, tmp_path / "p.png")
-        assert status == 1
-        assert err.startswith("moe-cpu: results: ")
 
 
 def test_help_and_no_command(command):

@@ -126,6 +126,18 @@ def test_align_in_a_graph():
         assert torch.equal(mine, theirs)
 
 
+def test_align_in_a_graph_with_a_map_of_64_bits():
+    ids = torch.randint(0, 6, (9, 2), dtype=torch.int32, generator=torch.Generator().manual_seed(4))
+    expert_map = torch.tensor([1, -1, 0, 2, -1, 3])
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def align(ids, expert_map):
+        return moe_align_block_size(ids, 8, 6, expert_map)
+
+    for mine, theirs in zip(align(ids, expert_map), moe_align_block_size(ids, 8, 6, expert_map), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 @pytest.mark.parametrize("stage", [MoEPrepareAndFinalizeNoEP, lambda: BatchedPrepareAndFinalize(12, 4)])
 def test_a_modular_kernel_under_compile(stage):
     """It may break the graph; it may not give other numbers."""

@@ -24,6 +24,7 @@ from moe_cpu import (
     _moe_problem_size,
     ops,
 )
+from moe_cpu.errors import ArgumentError
 from moe_cpu.experts import create
 
 BACKENDS = ("native", "reference")
@@ -206,6 +207,13 @@ def test_inplace_into_strided_memory():
     assert got is view
     case.check(memory[:, ::2])
     assert not memory[:, 1::2].any()
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_inplace_into_shared_memory_is_refused(backend):
+    case = make_case(M=4, seed=127)
+    with pytest.raises(ArgumentError, match=r"inplace.*clone"):
+        modular(case.with_(x=case.x[:1].expand(4, -1)), create(backend), inplace=True)
 
 
 def test_a_kernel_is_reused_with_other_sizes():

@@ -11,8 +11,16 @@ from calls import call, pack
 from strategies import make_case
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moe_cpu import PackedExperts, fused_experts, moe_align_block_size, ops
+from moe_cpu import (
+    FusedMoEModularKernel,
+    MoEPrepareAndFinalizeNoEP,
+    PackedExperts,
+    fused_experts,
+    moe_align_block_size,
+    ops,
+)
 from moe_cpu.errors import ArgumentError, DeviceError, ShapeError
+from moe_cpu.experts import create
 
 CASE = make_case(M=5, K=64, I=32, E=8, topk=2, seed=5)
 
@@ -58,6 +66,8 @@ def test_a_call_on_the_meta_device_gives_shape_and_dtype_and_checks():
     out = fused_experts(x, w1, w2, weights, ids)
     assert (out.device.type, out.shape, out.dtype) == ("meta", CASE.x.shape, CASE.x.dtype)
     assert fused_experts(x, w1, w2, weights, ids, inplace=True) is x
+    with pytest.raises(ArgumentError, match="clone"):
+        fused_experts(x[:1].expand(5, 64), w1, w2, weights, ids, inplace=True)
     with pytest.raises(ShapeError, match="w2"):
         fused_experts(x, w1, w2[:, :, 1:], weights, ids)
     with pytest.raises(DeviceError, match="PackedExperts"):
@@ -74,9 +84,12 @@ def test_tensors_without_memory_are_refused():
     with FakeTensorMode() as mode:
         x, ids, weights = (mode.from_tensor(t) for t in (CASE.x, CASE.topk_ids, CASE.topk_weights))
         w1, w2 = mode.from_tensor(CASE.w1), mode.from_tensor(CASE.w2)
+        wide = mode.from_tensor(torch.arange(8))
         for use in (
             lambda: fused_experts(x, packed, None, weights, ids),
+            lambda: fused_experts(x, packed, None, weights, ids, expert_map=wide),
             lambda: moe_align_block_size(ids, 4, 8),
+            lambda: moe_align_block_size(ids, 4, 8, wide),
             lambda: PackedExperts.pack(w1, w2),
         ):
             with pytest.raises(ArgumentError, match="memory"):
@@ -91,6 +104,31 @@ def test_inplace_into_shared_memory_is_refused_before_anything_is_computed(strid
     with pytest.raises(ArgumentError, match=r"inplace.*clone"):
         fused_experts(x, pack(CASE), None, CASE.topk_weights, CASE.topk_ids, inplace=True)
     assert torch.equal(x, before)
+
+
+def test_inplace_into_a_sparse_tensor_is_refused():
+    with pytest.raises(ArgumentError, match=r"inplace.*strided.*sparse_coo; pass hidden_states\.to_dense"):
+        fused_experts(CASE.x.to_sparse(), pack(CASE), None, CASE.topk_weights, CASE.topk_ids, inplace=True)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traces_that_would_keep_what_their_example_gave_are_refused():
+    packed, reference = pack(CASE), FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(), create("reference"))
+    batch = torch.randn(8, 3, 64).bfloat16()
+    for use, example in (
+        (lambda x: fused_experts(x, packed, None, CASE.topk_weights, CASE.topk_ids), CASE.x),
+        (
+            lambda x: fused_experts(
+                x, CASE.w1, CASE.w2, CASE.topk_weights, CASE.topk_ids, backend="reference"
+            ),
+            CASE.x,
+        ),
+        (lambda ids: reference(CASE.x, CASE.w1, CASE.w2, CASE.topk_weights, ids), CASE.topk_ids),
+        (lambda ids: moe_align_block_size(ids, 4, 8), CASE.topk_ids),
+        (lambda x: ops.experts_batched(x, packed, torch.full((8,), 3), activation="silu"), batch),
+    ):
+        with pytest.raises(ArgumentError, match=r"torch\.jit\.trace"):
+            torch.jit.trace(use, (example,))
 
 
 @pytest.mark.parametrize("strides", [(64, 1), (65, 1), (1, 5), (128, 2)])

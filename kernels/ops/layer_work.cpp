@@ -150,7 +150,8 @@ struct Worker {
     }
   }
 
-  // Neurons past the last one are zero of themselves, unless x holds an infinity: its product with their zero weights is NaN.
+  // Padding neurons come out as zero, except for a token with an infinity: its product with their zero weights is NaN, which w2's zeros would not
+  // cancel.
   void clear_padding(uint16_t* block, int rows, int64_t first, int64_t last) const {
     for (int64_t neuron = std::max(first, args.intermediate); neuron < last; ++neuron) {
       for (int64_t row = 0; row < rows; ++row) block[neuron / kStep * rows * kStep + row * kStep + neuron % kStep] = 0;

@@ -49,6 +49,7 @@ Slices column_slices(int64_t rows, int64_t hidden, int64_t least) {
 Cut cut_at(int notch, int64_t tokens, int block_rows, bool f32_blocks, const Machine& machine) {
   const bool whole = !f32_blocks || notch <= kWholeRows;
   const int finer = whole ? notch : notch - 1, halvings = finer < kFinestRows ? finer : kFinestRows;
+  // Halved to less than a block, 320 rows are no whole tiles; that short of memory it does not matter.
   const int64_t most = (f32_blocks ? kMostF32TaskRows : kMostTaskRows) >> halvings;
   const int block = static_cast<int>(clamp(block_rows, 1, most));
   // An expert has more rows than there are tokens only when a token names it twice.

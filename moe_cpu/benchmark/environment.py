@@ -92,13 +92,19 @@ def describe(threads: int) -> dict[str, Any]:
         "isa": isa.active() if isa.available() else None,
         "isas": list(isa.available()),
         "last_level_cache_bytes": memory.last_level_cache_bytes(),
-        # Without where this user keeps packages: results are for showing around.
-        "openmp_runtimes": [path.rpartition("/site-packages/")[2] for path in native.get("openmp_runtimes", [])],
+        # Here and in variables without the folders, which are for nobody else to know.
+        "openmp_runtimes": [
+            path.rpartition("/site-packages/")[2] for path in native.get("openmp_runtimes", [])
+        ],
         "compiler": compiler(),
         "moe_cpu": version(),
         "commit": commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "kernel": platform.release(),
-        "variables": {key: value for key, value in sorted(os.environ.items()) if key.startswith(_VARIABLES)},
+        "variables": {
+            key: re.sub(r"/[^:\s]*/", "", value)
+            for key, value in sorted(os.environ.items())
+            if key.startswith(_VARIABLES)
+        },
     }

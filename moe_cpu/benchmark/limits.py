@@ -7,7 +7,9 @@ from typing import Any
 
 from moe_cpu.errors import ArgumentError
 
+# More than any machine has: OpenMP would try to start them.
 _MOST_THREADS = 4096
+# Seeds are multiplied and added to, and torch takes 64 bits.
 _SEEDS = 2**32
 
 
@@ -23,7 +25,7 @@ def check_threads(*counts: Any) -> None:
 def check_seconds(seconds: Any) -> None:
     """Raises ArgumentError unless it is a time that ends."""
     if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-        raise ArgumentError(f"seconds: expected a number above 0, got {seconds!r}")
+        raise ArgumentError(f"seconds: expected a finite number above 0, got {seconds!r}")
 
 
 def check_seed(seed: Any) -> None:

@@ -10,8 +10,6 @@ from typing import Any, ClassVar, TypeVar
 from moe_cpu.errors import ArgumentError
 
 R = TypeVar("R", bound="SavedReport")
-# What tables and pictures say of the machine; the rest is for people.
-_ENVIRONMENT = ("cpu", "threads", "moe_cpu", "commit", "torch")
 
 
 @dataclasses.dataclass
@@ -21,10 +19,12 @@ class SavedReport:
     Attributes:
         kind: tells its files from those of other reports; None for files that have no such entry.
         schema: raised when the meaning of a field changes.
+        caption: what a picture says of the environment.
     """
 
     kind: ClassVar[str | None] = None
     schema: ClassVar[int] = 1
+    caption: ClassVar[tuple[str, ...]] = ("cpu", "threads", "moe_cpu", "commit", "torch")
 
     @classmethod
     def parts(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -40,14 +40,14 @@ class SavedReport:
         """Reads what `to_dict` made.
 
         Raises:
-            ArgumentError: another kind or schema, or an environment that does not say where.
+            ArgumentError: another kind or schema, or an environment that lacks what a caption says.
         """
         found: dict[str, Any] = {key: data[key] for key in ("kind", "schema") if key in data}
         if found != cls._head():
             raise ArgumentError(f"results: expected {_words(cls._head())}, got {_words(found)}")
         environment = data.get("environment")
         missing = [
-            name for name in _ENVIRONMENT if not isinstance(environment, dict) or name not in environment
+            name for name in cls.caption if not isinstance(environment, dict) or name not in environment
         ]
         if missing:
             raise ArgumentError(
@@ -69,6 +69,8 @@ class SavedReport:
         """
         try:
             return cls.from_dict(read_json(path))
+        except ArgumentError:
+            raise
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ArgumentError(f"results: {path} cannot be read: {error}") from error
 

@@ -13,7 +13,7 @@ from moe_cpu.benchmark.case import DEVICES
 from moe_cpu.benchmark.checkpoint import Checkpoint
 from moe_cpu.benchmark.report import SKIPPED
 from moe_cpu.cli import end_to_end, overheads
-from moe_cpu.cli.options import check_writable, counts, file, names, with_progress
+from moe_cpu.cli.options import check_writable, counts, file_name, names, with_progress
 from moe_cpu.errors import ArgumentError, IsaUnavailable
 from moe_cpu.models import MODELS, ModelShape, find
 
@@ -95,9 +95,9 @@ def add_parser(commands: Any) -> None:
     how.add_argument("--seed", metavar="N", type=int, help="what random numbers start from (default 0)")
     end_to_end.add_arguments(parser)
     out = parser.add_argument_group("results")
-    out.add_argument("--json", metavar="FILE", type=file, help="write everything measured")
+    out.add_argument("--json", metavar="FILE", type=file_name, help="write everything measured")
     out.add_argument(
-        "--plot", metavar="FILE.png", type=file, help="draw rooflines and tokens/s (needs matplotlib)"
+        "--plot", metavar="FILE.png", type=file_name, help="draw rooflines and tokens/s (needs matplotlib)"
     )
     parser.set_defaults(run=main)
 
@@ -114,8 +114,8 @@ def main(options: argparse.Namespace) -> int:
             raise IsaUnavailable(f"bench: --isa {name}: {reason}")
     if options.plot:
         plot.pyplot(options.plot)  # or it is refused before anything is measured
-    for written in filter(None, (options.json, options.plot)):
-        check_writable("bench", written)
+    for file in filter(None, (options.json, options.plot)):
+        check_writable("bench", file)
     keep = (lambda report: report.save(options.json)) if options.json else None
     if suite.device == "cuda":
         steps = 1 + len(suite.shapes) * (1 + len(list(suite.points())))

@@ -6,12 +6,11 @@ import argparse
 import sys
 
 from moe_cpu.benchmark.end_to_end.settings import ModelSource, Settings
-from moe_cpu.cli.options import check_writable, counts, names, with_progress
+from moe_cpu.cli.options import OF_LAYERS, check_writable, counts, given, names, with_progress
 from moe_cpu.errors import ArgumentError
 
 # Options of single layers, which mean nothing here.
-_OF_LAYERS = ("suite", "model", "shape", "checkpoint", "layer", "tokens", "routing", "device", "backend", "baseline", "isa")  # fmt: skip
-
+_FOREIGN = ("model", "shape", *OF_LAYERS)
 _OWN = ("model_dir", "random_config", "layers", "prompt_tokens", "new_tokens", "batch", "implementations")
 
 
@@ -45,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def asked_for(options: argparse.Namespace) -> bool:
     """Whether any option is one of a whole model."""
-    return any(getattr(options, name) is not None for name in _OWN)
+    return bool(given(options, _OWN))
 
 
 def main(options: argparse.Namespace) -> int:
@@ -81,18 +80,17 @@ def settings_of(options: argparse.Namespace) -> Settings:
     Raises:
         ArgumentError: options that contradict each other, or a wrong value.
     """
-    foreign = [name for name in _OF_LAYERS if getattr(options, name) is not None]
-    if foreign:
+    if foreign := given(options, _FOREIGN):
         raise ArgumentError(
             f"bench: --{' and --'.join(foreign)} would measure a layer; expected only options of a whole model "
             "beside --model-dir or --random-config"
         )
-    given = {
+    wanted = {
         name: getattr(options, name) for name in ("prompt_tokens", "new_tokens", "seconds", "threads", "seed")
     }
-    given["batches"] = None if options.batch is None else tuple(options.batch)
-    given["implementations"] = None if options.implementations is None else tuple(options.implementations)
+    wanted["batches"] = None if options.batch is None else tuple(options.batch)
+    wanted["implementations"] = None if options.implementations is None else tuple(options.implementations)
     source = ModelSource(
         options.model_dir, options.random_config, options.layers, options.experts, options.seed or 0
     )
-    return Settings(source, **{name: value for name, value in given.items() if value is not None})
+    return Settings(source, **{name: value for name, value in wanted.items() if value is not None})

@@ -13,6 +13,14 @@ from moe_cpu.errors import ArgumentError
 
 T = TypeVar("T")
 
+# Options of `moe-cpu bench` that only a measurement of layers has a meaning for.
+OF_LAYERS = ("suite", "checkpoint", "layer", "tokens", "routing", "device", "backend", "baseline", "isa")
+
+
+def given(options: argparse.Namespace, names: tuple[str, ...]) -> list[str]:
+    """Those of the options that were given."""
+    return [name for name in names if getattr(options, name) is not None]
+
 
 def names(text: str) -> list[str]:
     """`a,b` as a list."""
@@ -29,8 +37,8 @@ def counts(text: str) -> list[int]:
         ) from None
 
 
-def file(text: str) -> str:
-    """The name of a file."""
+def file_name(text: str) -> str:
+    """What is not empty."""
     if not text:
         raise argparse.ArgumentTypeError("expected the name of a file, got ''")
     return text

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from moe_cpu.cli.options import check_writable, with_progress
+from moe_cpu.cli.options import OF_LAYERS, check_writable, given, with_progress
 from moe_cpu.errors import ArgumentError
 from moe_cpu.models import ModelShape, find
 
 # Options of layers that mean nothing here.
-_FOREIGN = (
-    "suite",
-    "checkpoint",
-    "layer",
-    "tokens",
-    "routing",
-    "device",
-    "backend",
-    "baseline",
-    "isa",
-    "plot",
-)
+_FOREIGN = (*OF_LAYERS, "plot")
 _PACKED = "qwen3-30b-a3b"
 
 
@@ -40,9 +29,8 @@ def main(options: argparse.Namespace) -> int:
         check_writable("bench", options.json)
     from moe_cpu.benchmark.overheads import runner, table
 
-    given = {name: getattr(options, name) for name in ("threads", "seconds", "seed")}
-    given = {name: value for name, value in given.items() if value is not None}
-    report = with_progress(lambda tell: runner.run(shape, progress=tell, **given), runner.STEPS)
+    wanted = {name: getattr(options, name) for name in given(options, ("threads", "seconds", "seed"))}
+    report = with_progress(lambda tell: runner.run(shape, progress=tell, **wanted), runner.STEPS)
     for line in table.lines(report):
         print(line)
     if options.json:
@@ -56,8 +44,7 @@ def shape_of(options: argparse.Namespace) -> ModelShape:
     Raises:
         ArgumentError: options that mean nothing here, or more than one layer.
     """
-    foreign = [name for name in _FOREIGN if getattr(options, name) is not None]
-    if foreign:
+    if foreign := given(options, _FOREIGN):
         raise ArgumentError(
             f"bench: --{' and --'.join(foreign)} would measure layers; expected only --model or --shape, --experts, --threads, "
             "--seconds, --seed and --json beside --overheads"

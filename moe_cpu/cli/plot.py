@@ -36,8 +36,12 @@ def run(options: argparse.Namespace) -> int:
         raise ArgumentError(
             f"plot: {options.results} holds overheads, a few numbers of which there is no picture"
         )
-    if kind == EndToEndReport.kind:
-        end_to_end_plot.save(EndToEndReport.load(options.results), options.picture)
-    else:
-        plot.save(Report.load(options.results), options.picture)
+    end_to_end = kind == EndToEndReport.kind
+    report: Any = (EndToEndReport if end_to_end else Report).load(options.results)
+    try:
+        (end_to_end_plot if end_to_end else plot).save(report, options.picture)
+    except (AttributeError, KeyError, TypeError) as error:  # what `load` had no eye for
+        raise ArgumentError(
+            f"plot: {options.results} lacks something or holds what cannot be drawn: {error!r}"
+        ) from error
     return 0

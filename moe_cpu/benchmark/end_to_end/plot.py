@@ -18,7 +18,7 @@ def save(report: EndToEndReport, path: str | Path) -> None:
     """Writes one picture: for each batch, bars of the time per call in prefill and in decode, split into experts and the rest; below, peak memory.
 
     Raises:
-        ArgumentError: matplotlib is missing, or the report has no times.
+        ArgumentError: matplotlib is missing, makes no files of that suffix, or the report has no times.
     """
     plt = pyplot(path)
     done = [point for point in report.points if point.status == OK and point.phases]

@@ -110,6 +110,7 @@ class EndToEndReport(SavedReport):
     """
 
     kind: ClassVar[str] = "end_to_end"
+    caption: ClassVar[tuple[str, ...]] = (*SavedReport.caption, "transformers")
 
     environment: dict[str, Any]
     settings: dict[str, Any]
