@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from moe_cpu import align_ops, ops
-from moe_cpu.checks import ID_DTYPES, check_count, check_expert_ids, refuse_tracing
+from moe_cpu.checks import ID_DTYPES, check_count, check_expert_ids
 from moe_cpu.errors import ArgumentError, device_error, dtype_error, shape_error
 from moe_cpu.int32 import as_int32
+from moe_cpu.tensor_checks import refuse_tracing
 
 _LIMIT = 2**31
 
@@ -44,8 +45,8 @@ def moe_align_block_size(
 
     Raises:
         ShapeError, DTypeError, DeviceError: with the expected and the given values.
-        ExpertIdError: an id outside [0, num_experts) other than -1, with its position.
-        ArgumentError: `block_size` or `num_experts` below 1, a map entry that int32 does not hold, or a result of 2^31 entries or more.
+        ExpertIdError: an id outside [0, num_experts) other than -1, or a map entry that int32 does not hold, with its position.
+        ArgumentError: `block_size` or `num_experts` below 1, or a result of 2^31 entries or more.
 
     Numerics: exact; the same for any number of threads, and on CPU and GPU. The host does not wait for the GPU (but where Triton is missing, so that
     plain torch sorts there).
@@ -57,8 +58,7 @@ def moe_align_block_size(
         raise shape_error("topk_ids", "[M, topk]", (), topk_ids.shape, hint="one row per token")
     if topk_ids.dtype not in ID_DTYPES:
         raise dtype_error("topk_ids", "int32 or int64", topk_ids.dtype, "pass topk_ids.to(torch.int32)")
-    check_count("block_size", block_size)
-    check_count("num_experts", num_experts)
+    block_size, num_experts = check_count("block_size", block_size), check_count("num_experts", num_experts)
     length = align_ops.aligned_length(topk_ids.numel(), block_size, num_experts, pad_sorted_ids)
     if length >= _LIMIT:
         raise ArgumentError(
@@ -71,7 +71,7 @@ def moe_align_block_size(
         if tuple(expert_map.shape) != (num_experts,):
             raise shape_error("expert_map", "[num_experts]", (num_experts,), expert_map.shape)
         if expert_map.device != topk_ids.device:
-            raise device_error("expert_map", topk_ids.device, expert_map.device)
+            raise device_error("expert_map", topk_ids.device, expert_map.device, "topk_ids")
         if expert_map.dtype not in ID_DTYPES:
             raise dtype_error(
                 "expert_map", "int32 or int64", expert_map.dtype, "pass expert_map.to(torch.int32)"

@@ -6,7 +6,6 @@ Which of the conditions failed is worked out afterwards, in `moe_cpu.explain`.
 
 from __future__ import annotations
 
-import math
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -241,35 +240,11 @@ def check_weight_on_input(on_input: bool, topk: int) -> None:
         )
 
 
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Raises ArgumentError unless `value` is a whole number of at least `least`."""
-    if not isinstance(value, Integral) or value < least:
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """`value` as Python's int: NumPy's may be too narrow to be multiplied. Raises ArgumentError unless it is a whole number of at least `least`."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise ArgumentError(f"{name}: expected a whole number of at least {least}, got {value!r}")
-
-
-def refuse_tracing() -> None:
-    """Raises ArgumentError under `torch.jit.trace`, which keeps as constants what was read from the ids and what native calls returned."""
-    if torch.jit.is_tracing():
-        raise ArgumentError(
-            "torch.jit.trace: expected torch.compile or torch.export, which record this call; a trace would keep the result of its example"
-        )
-
-
-def check_own_memory(name: str, matrix: torch.Tensor) -> None:
-    """Raises ArgumentError when two elements of `matrix` `[rows, columns]`, which is about to be written, share their memory."""
-    if matrix.layout != torch.strided:
-        raise ArgumentError(
-            f"inplace: expected {name} of layout torch.strided, got {matrix.layout}; pass {name}.to_dense()"
-        )
-    (rows, columns), (down, right) = matrix.shape, matrix.stride()
-    # Equal addresses mean i * down == j * right; the least such i and j that are not both zero:
-    step = math.gcd(down, right)
-    i, j = (right // step, down // step) if step else (0, 0)
-    if matrix.numel() > 1 and i < rows and j < columns:
-        raise ArgumentError(
-            f"inplace: expected {name} with memory of its own for every element, got strides {list(matrix.stride())} "
-            f"for shape {list(matrix.shape)}; pass a clone"
-        )
+    return int(value)
 
 
 def check_expert_ids(topk_ids: torch.Tensor, num_experts: int) -> None:

@@ -9,14 +9,7 @@ from typing import Any
 import torch
 
 from moe_cpu import graph_op, ops
-from moe_cpu.checks import (
-    ProblemSize,
-    check_call,
-    check_no_scales,
-    check_own_memory,
-    is_packed,
-    refuse_tracing,
-)
+from moe_cpu.checks import ProblemSize, check_call, check_no_scales, is_packed
 from moe_cpu.combine import weight_input
 from moe_cpu.errors import ArgumentError, no_backward_error
 from moe_cpu.experts.cpu import SelectedExperts
@@ -27,6 +20,7 @@ from moe_cpu.native_library import REDUCED
 from moe_cpu.pack_cache import packed_for
 from moe_cpu.packing import PackedExperts, as_packed
 from moe_cpu.prepare_finalize import MoEPrepareAndFinalizeNoEP
+from moe_cpu.tensor_checks import check_own_memory, refuse_tracing
 
 # The dictionary behind os.environ. For a name that is not set, os.environ raises and catches two exceptions, which takes longer than checking a whole call.
 _environment: Any = getattr(os.environ, "_data", None)
@@ -65,7 +59,7 @@ def fused_experts(
         w2: `[E, K, I]` in the dtype of `w1`; None with a `PackedExperts`.
         topk_weights: `[M, topk]` float32, bf16 or fp16.
         topk_ids: `[M, topk]` int32 or int64, global expert ids, -1 = no expert.
-        inplace: write the result into `hidden_states` and return it; every element needs memory of its own, which a graph does not check.
+        inplace: write the result into `hidden_states` and return it; every element needs memory of its own.
         activation: silu, gelu (erf), gelu_tanh, swigluoai or relu2.
         apply_router_weight_on_input: multiply x, instead of the expert's result, by the weight; topk must be 1.
         global_num_experts: experts on all ranks; -1 = the length of `expert_map`, or E without one.
@@ -95,7 +89,10 @@ def fused_experts(
             hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input, global_num_experts,
             expert_map, w1_bias, w2_bias, backend,
         )  # fmt: skip
-        return hidden_states.copy_(recorded) if inplace else recorded
+        if inplace:
+            check_own_memory("hidden_states", hidden_states)
+            return hidden_states.copy_(recorded)
+        return recorded
     name = "auto" if backend == "auto" and _none_requested() else requested(backend)
     if (
         _gpu and getattr(hidden_states, "is_cuda", False) and name in _gpu and not inplace and not apply_router_weight_on_input

@@ -14,6 +14,7 @@ from moe_cpu.checks import is_packed
 from moe_cpu.derived_cache import DerivedCache
 from moe_cpu.errors import ArgumentError
 from moe_cpu.packing import PackedExperts
+from moe_cpu.tensor_checks import check_one_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,5 +99,6 @@ def define(call: Callable[..., torch.Tensor]) -> None:
         )  # fmt: skip
 
     @experts_layer.register_fake
-    def _(hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
+    def _(hidden_states: torch.Tensor, *others: Any) -> torch.Tensor:
+        check_one_device(hidden_states, *others)
         return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from moe_cpu.checks import check_expert_ids, refuse_tracing
+from moe_cpu.checks import check_expert_ids
 from moe_cpu.errors import expert_map_error, shape_error, token_count_error
+from moe_cpu.tensor_checks import refuse_tracing
 
 
 def local_expert_ids(topk_ids: torch.Tensor, E: int, expert_map: torch.Tensor | None) -> torch.Tensor:

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 from moe_cpu.checks import activation_width, check_count
 from moe_cpu.errors import ArgumentError, unknown_name_error
+from moe_cpu.routers.grouped_topk import SCORING_FUNCS, check_groups
 
+_COUNTS = (
+    "hidden_size", "intermediate_size", "num_experts", "topk", "num_expert_group", "topk_group", "shared_intermediate_size",
+)  # fmt: skip
 ROUTERS = ("softmax", "grouped", "sigmoid_top1")
 
 
@@ -44,16 +48,9 @@ class MoELayerConfig:
     shared_gate_name: str = "shared_expert_gate"
 
     def __post_init__(self) -> None:
-        for name in (
-            "hidden_size",
-            "intermediate_size",
-            "num_experts",
-            "topk",
-            "num_expert_group",
-            "topk_group",
-        ):
-            check_count(name, getattr(self, name))
-        check_count("shared_intermediate_size", self.shared_intermediate_size, least=0)
+        for name in _COUNTS:
+            least = 0 if name == "shared_intermediate_size" else 1
+            object.__setattr__(self, name, check_count(name, getattr(self, name), least))
         if self.router not in ROUTERS:
             raise unknown_name_error("router", self.router, ROUTERS)
         activation_width(self.activation)
@@ -62,3 +59,11 @@ class MoELayerConfig:
             raise ArgumentError(f"topk: expected 1 <= topk <= E = {self.num_experts}, got {self.topk}")
         if self.router == "sigmoid_top1" and self.topk != 1:
             raise ArgumentError(f"topk: expected 1 for router='sigmoid_top1', got {self.topk}")
+        if self.router == "grouped":
+            check_groups(self.num_experts, self.topk, self.num_expert_group, self.topk_group)
+            if self.scoring_func not in SCORING_FUNCS:
+                raise unknown_name_error("scoring_func", self.scoring_func, SCORING_FUNCS)
+            if not isinstance(self.routed_scaling_factor, int | float):
+                raise ArgumentError(
+                    f"routed_scaling_factor: expected a number, got {self.routed_scaling_factor!r}"
+                )

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from moe_cpu.checks import check_own_memory, check_weight_on_input, moe_problem_size, resolve_num_experts
+from moe_cpu.checks import check_weight_on_input, moe_problem_size, resolve_num_experts
 from moe_cpu.combine import without_expert
 from moe_cpu.errors import device_error, shape_error
 from moe_cpu.scratch import Scratch
 from moe_cpu.stages import FusedMoEPermuteExpertsUnpermute, FusedMoEPrepareAndFinalize, PrepareResult
+from moe_cpu.tensor_checks import check_own_memory
 
 __all__ = [
     "FusedMoEModularKernel",

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from moe_cpu import native_library as native
-from moe_cpu.checks import ACTIVATION_WIDTH, check_call, refuse_tracing
+from moe_cpu.checks import ACTIVATION_WIDTH, check_call
 from moe_cpu.errors import ArgumentError, IsaUnavailable, dtype_name, no_memory_error
 from moe_cpu.int32 import as_int32
 from moe_cpu.scratch import CallMemory
+from moe_cpu.tensor_checks import refuse_tracing
 
 if TYPE_CHECKING:
     from moe_cpu.packing import PackedExperts
@@ -291,7 +292,7 @@ def experts_batched(
     """
     refuse_tracing()
     out = torch.empty(x.shape, dtype=x.dtype) if out is None else out
-    counts, x = as_int32("expert_num_tokens", expert_num_tokens), x.resolve_neg()
+    counts, x = as_int32("expert_num_tokens", expert_num_tokens, ArgumentError), x.resolve_neg()
     x = x if x.stride(-1) == 1 else x.contiguous()
     done = layer(x, packed, None, None, out, native.BATCHED, activation, None, counts, isa, scratch)
     assert done is not None, "checked by check_batched_call"

@@ -151,7 +151,12 @@ def check_panels(w1: Tensor, w2: Tensor, K: int, I: int, gate_layout: str) -> tu
                 f"packed {name}: expected a CPU tensor, got {tensor.device}; move it with .cpu()"
             )
         elements = pack_ops.packed_elements(rows, columns, layout)
-        if tensor.dtype != torch.bfloat16 or tensor.dim() != 2 or not tensor.is_contiguous():
+        if (
+            tensor.dtype != torch.bfloat16
+            or tensor.dim() != 2
+            or not tensor.is_contiguous()
+            or tensor.is_neg()
+        ):
             raise ShapeError(
                 f"packed {name}: expected [E, elements] = [E, {elements}] contiguous bf16, got {list(tensor.shape)} {tensor.dtype}"
             )

@@ -17,6 +17,7 @@ from moe_cpu import pack_ops
 from moe_cpu.errors import ArgumentError, DTypeError, ShapeError
 from moe_cpu.explain import swapped
 from moe_cpu.pack_build import Matrices, Stack, check_even, check_panels, float_bias, pairs, progress_bar
+from moe_cpu.tensor_checks import refuse_tracing
 
 # Part of a saved file: raised when the layout changes.
 LAYOUT_VERSION = 1
@@ -140,6 +141,7 @@ class PackedExperts:
         Memory: an iterable is consumed one expert at a time and nothing of it is kept, so a caller who lets go of each matrix as it is taken (a
         generator over a checkpoint) never holds more than the packed weights and one dense expert.
         """
+        refuse_tracing()
         if gate_layout is None:
             gate_layout = layout_of(activation)
         if gate_layout not in native.GATE_LAYOUT_CODES:
@@ -177,6 +179,7 @@ class PackedExperts:
 
     def unpack(self) -> tuple[Tensor, Tensor]:
         """The dense `w1 [E, N, K]` and `w2 [E, K, I]` in bf16, equal to what was packed."""
+        refuse_tracing()
         w1 = torch.empty((self.E, self.N, self.K), dtype=torch.bfloat16)
         w2 = torch.empty((self.E, self.K, self.I), dtype=torch.bfloat16)
         for e in range(self.E):

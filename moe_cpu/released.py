@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moe_cpu.derived_cache import DerivedCache, Entry
 from moe_cpu.errors import DeviceError
 from moe_cpu.packing import PackedExperts
+
+_biases: DerivedCache[None] = DerivedCache()
 
 
 class Names(NamedTuple):
@@ -33,7 +36,7 @@ class _Released:
 
     def __init__(self, packed: PackedExperts, names: Names, grads: tuple[bool, bool]) -> None:
         self.packed, self.names, self.grads = packed, names, grads
-        self.bias_versions: tuple[Any, ...] | None = None
+        self.biases: Entry[None] | None = None  # of which `packed` has the values
 
     def __reduce__(self) -> Any:
         return _Released, (self.packed, self.names, self.grads)
@@ -67,7 +70,7 @@ def release(module: nn.Module, names: Names, gate_layout: str, ticks: Any = None
         setattr(module, name, nn.Parameter(old.detach().new_empty((0, *old.shape[1:])), requires_grad=False))
     first_time = not hasattr(module, "_moe_cpu_released")
     state = _Released(packed, names, grads)
-    state.bias_versions = _versions(b1, b2)
+    state.biases = _entry(b1, b2)
     module._moe_cpu_released = state  # type: ignore[assignment]
     if first_time:  # hooks stay for good and do nothing while the weights are dense
         module.register_state_dict_post_hook(_fill_state_dict)
@@ -103,12 +106,12 @@ def packed_of(module: nn.Module) -> PackedExperts | None:
         ):  # a graph reads the module's own biases, in any dtype, at every call
             p = state.packed
             return PackedExperts(p.w1, p.w2, b1, b2, p.K, p.I, p.gate_layout)
-        versions = _versions(b1, b2)
-        if state.bias_versions != versions:
+        entry = _entry(b1, b2)
+        if entry is None or entry is not state.biases:
             state.packed = PackedExperts.from_state_dict(
                 state.packed.state_dict() | {"w1_bias": b1, "w2_bias": b2}
             )
-            state.bias_versions = versions
+            state.biases = entry
     return state.packed
 
 
@@ -147,8 +150,12 @@ def _bias(module: nn.Module, name: str | None) -> Tensor | None:
     return None if name is None else getattr(module, name)
 
 
-def _versions(*biases: Tensor | None) -> tuple[Any, ...]:
-    return tuple(None if b is None or b.is_inference() else (b.data_ptr(), b._version) for b in biases)
+def _entry(*biases: Tensor | None) -> Entry[None] | None:
+    """The same object for as long as the biases are the same and unchanged; None for inference tensors, of which that cannot be known."""
+    given = tuple(b for b in biases if b is not None)
+    if any(b.is_inference() for b in given):
+        return None
+    return _biases.entry(given, tuple(b is None for b in biases), lambda: None)
 
 
 def _fill_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 from moe_cpu.functional import fused_experts
 from moe_cpu.packing import PackedExperts
 from moe_cpu.released import Names, dense
+from moe_cpu.tensor_checks import check_one_device
 
 
 def run_stored(
@@ -92,5 +93,6 @@ def _stored_experts(
 
 
 @_stored_experts.register_fake
-def _(hidden_states: torch.Tensor, *_: object) -> torch.Tensor:
+def _(hidden_states: torch.Tensor, *others: object) -> torch.Tensor:
+    check_one_device(hidden_states, *others)
     return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)

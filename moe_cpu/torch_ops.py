@@ -20,6 +20,7 @@ from moe_cpu.int32 import as_int32
 from moe_cpu.native_library import GATE_LAYOUT_CODES
 from moe_cpu.pack_build import Matrices, check_even
 from moe_cpu.packing import PackedExperts
+from moe_cpu.tensor_checks import check_one_device
 
 _library = torch.library.Library("moe_cpu", "DEF")
 
@@ -160,9 +161,18 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "unpack_expert": (_unpack_expert, _fake_unpack),
 }
 
+
+def _on_one_device(fake: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*arguments: Any) -> Any:
+        check_one_device(*arguments)
+        return fake(*arguments)
+
+    return checked
+
+
 for _name, _schema in _SCHEMAS.items():
     _kernel, _fake = _KERNELS[_name]
     _library.define(_name + _schema)
     _library.impl(_name, _kernel, "CPU")
-    torch.library.register_fake(f"moe_cpu::{_name}", _fake, lib=_library)
+    torch.library.register_fake(f"moe_cpu::{_name}", _on_one_device(_fake), lib=_library)
 _library.impl("moe_align_block_size", _align, "CUDA")

@@ -16,6 +16,7 @@ from moe_cpu import (
     stored_op,  # noqa: F401  defines the operator that modules use
 )
 from moe_cpu import FusedMoEModularKernel as Kernel
+from moe_cpu.errors import ArgumentError, DeviceError
 from moe_cpu.experts import create
 
 OPERATORS = torch.ops.moe_cpu
@@ -87,6 +88,30 @@ def test_inplace_in_a_graph_writes_the_callers_tensor():
 
     layer(x)
     assert torch.equal(x, call(case, packed=packed))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inplace_in_a_graph_into_shared_memory_is_refused(dynamic):
+    case = make_case(M=6, K=32, seed=121)
+    torch._dynamo.reset()
+    layer = torch.compile(lambda x: call(case.with_(x=x), inplace=True), backend="aot_eager", dynamic=dynamic)
+    want = call(case)
+    assert torch.equal(layer(case.x.clone()), want)
+    with pytest.raises(ArgumentError, match=r"inplace.*clone"):
+        layer(torch.zeros(300, dtype=case.x.dtype).as_strided((6, 32), (16, 1)))
+
+
+@pytest.mark.parametrize("name", ["w1", "topk_ids"])
+def test_a_tensor_without_memory_in_a_graph_is_refused(name):
+    """The rule for shapes is what runs then, and it alone would make a result of nothing."""
+    case = make_case(M=6, K=32, seed=122)
+    layer = torch.compile(call, backend="aot_eager")
+    with pytest.raises(Exception, match=r"all tensors on .*, where the first is, got .* on meta"):
+        layer(case.with_(**{name: getattr(case, name).to("meta")}))
+    with pytest.raises(DeviceError, match="meta"):
+        torch.ops.moe_cpu.moe_align_block_size(
+            case.topk_ids, 4, 8, torch.zeros(8, dtype=torch.int32, device="meta"), False
+        )
 
 
 def test_another_number_of_tokens_needs_no_new_graph():

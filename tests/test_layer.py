@@ -203,6 +203,27 @@ def test_a_compiled_released_layer_notices_changed_biases(dtype: torch.dtype) ->
 
 
 @kernels
+@torch.no_grad()
+def test_a_released_layer_notices_new_biases_at_the_old_address() -> None:
+    layer, x = make("gpt-oss").pack(release=True), tokens()
+    bias, generator = layer.experts.down_proj_bias, torch.Generator().manual_seed(3)
+    layer(x)
+    for step in range(50):
+        values = torch.randn(bias.shape, generator=generator).to(bias.dtype)
+        layer.experts.down_proj_bias = None
+        layer.experts.down_proj_bias = nn.Parameter(values.clone() if step % 2 else torch._neg_view(values))
+        got = layer(x)
+        want = MoELayer(layer.config, dtype=torch.bfloat16)
+        want.load_state_dict(layer.state_dict())
+        assert torch.equal(got, want(x)), step
+    with torch.inference_mode():
+        layer.experts.down_proj_bias = nn.Parameter(torch.zeros_like(bias), requires_grad=False)
+        before = layer(x)
+        layer.experts.down_proj_bias.add_(2)
+        assert not torch.equal(layer(x), before)
+
+
+@kernels
 @pytest.mark.parametrize("release", [False, True])
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

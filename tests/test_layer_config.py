@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moe_cpu import MoELayer, MoELayerConfig
@@ -23,6 +24,19 @@ from moe_cpu.errors import ArgumentError
         ),
         ({"shared_intermediate_size": 2.5}, "shared_intermediate_size: .*got 2.5"),
         ({"topk_group": 0}, "topk_group: expected a whole number of at least 1, got 0"),
+        ({"hidden_size": True}, "hidden_size: expected a whole number of at least 1, got True"),
+        (
+            {"router": "grouped", "num_expert_group": 4},
+            "num_expert_group: expected a divisor of E = 6, got 4",
+        ),
+        (
+            {"router": "grouped", "scoring_func": "tanh"},
+            "scoring_func: expected one of softmax, sigmoid, got 'tanh'",
+        ),
+        (
+            {"router": "grouped", "routed_scaling_factor": "2"},
+            "routed_scaling_factor: expected a number, got '2'",
+        ),
         ({"topk": 9}, r"topk: expected 1 <= topk <= E = 6, got 9"),
         ({"router": "sigmoid_top1"}, "topk: expected 1"),
     ],
@@ -47,6 +61,11 @@ def test_names_that_are_the_same_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"shared_name: .*got 'gate'"):
         MoELayer(MoELayerConfig(48, 40, 6, 2, shared_intermediate_size=40, shared_name="gate"))
     MoELayer(MoELayerConfig(48, 40, 6, 2, router_name="shared_experts"))
+
+
+def test_narrow_numbers_are_widened() -> None:
+    config = MoELayerConfig(np.uint8(200), np.uint8(200), np.int16(3), 2)  # type: ignore[arg-type]
+    assert MoELayer(config).experts.gate_up_proj.shape == (3, 400, 200)
 
 
 def test_what_is_no_configuration_is_refused() -> None:

@@ -139,7 +139,7 @@ def test_what_is_not_finite_stays_in_its_row(isa, value):
     assert torch.equal(got[others], clean[others])
 
 
-@pytest.mark.parametrize("activation", ["silu", "relu2"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2"])
 @pytest.mark.parametrize("inner", [1, 17, 40])
 def test_an_infinity_is_not_multiplied_by_padding(isa, activation, inner):
     """Zeros that only fill a panel up make no number of it: with positive weights an infinite token has infinite results."""
@@ -149,6 +149,16 @@ def test_an_infinity_is_not_multiplied_by_padding(isa, activation, inner):
     got = native(case, isa)
     assert got[1].isinf().all()
     assert torch.isfinite(got[[0, 2]]).all()
+
+
+def test_gelu_of_minus_infinity_is_no_number(isa):
+    """As in float64, where it is minus infinity times zero; far from there it is zero, whatever it is multiplied by."""
+    case = make_case(M=2, K=8, I=4, E=1, topk=1, activation="gelu", seed=22)
+    case.x.zero_()[:, 0] = torch.tensor([float("-inf"), -300.0])
+    case.w1.zero_()[:, :4, 0], case.w1[:, 4:, 0] = 1, 1e35
+    got = native(case, isa)
+    assert got[0].isnan().all()
+    assert not got[1].any()
 
 
 def test_a_nan_weight_of_a_skipped_slot_is_not_used(isa):

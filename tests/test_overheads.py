@@ -64,7 +64,7 @@ def test_the_command_prints_and_writes_all_of_it(capsys, tmp_path):
         (["--model", "olmoe-1b-7b,mixtral-8x7b"], "one layer, got olmoe-1b-7b, mixtral-8x7b"),
         (["--shape", "4,2,64,64", "--experts", "5"], "E = 4"),
         (["--seconds", "nan"], "seconds: expected a finite number above 0, got nan"),
-        (["--threads", "5000"], "from 1 to 4096, got 5000"),
+        (["--threads", "5000"], "from 1 to 1024, got 5000"),
         (["--seed", "-1"], "seed: expected a whole number from 0"),
         (["--json", "missing/r.json"], "file that can be written"),
     ],

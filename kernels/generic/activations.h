@@ -42,7 +42,7 @@ inline F32 sigmoid(F32 z) {
 // 1.2e-7 everywhere, so the negative tail keeps its leading digits.
 inline F32 gelu(F32 x) {
   constexpr float kSqrtHalf = 0.707106781f;
-  const F32 z = magnitude(x) * kSqrtHalf;
+  const F32 z = at_most(magnitude(x) * kSqrtHalf, splat(20.0f));  // where erfc is zero; of an infinity the fit would make no number
   const F32 t = reciprocal(fma(z, splat(0.5f), splat(1.0f)));
   F32 p = splat(0.17087277f);
   p = fma(p, t, splat(-0.82215223f));
@@ -54,7 +54,8 @@ inline F32 gelu(F32 x) {
   p = fma(p, t, splat(0.37409196f));
   p = fma(p, t, splat(1.00002368f));
   p = fma(p, t, splat(-1.26551223f));
-  const F32 tail = 0.5f * t * exp_lanes(p - z * z);  // Phi(-|x|)
+  const F32 exponent = p - z * z;
+  const F32 tail = exponent < -87.0f ? splat(0.0f) : 0.5f * t * exp_lanes(exponent);  // Phi(-|x|), zero below exp's range as in sigmoid
   return x * (x < 0.0f ? tail : 1.0f - tail);
 }
 

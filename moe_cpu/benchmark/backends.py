@@ -101,7 +101,7 @@ def find(name: str) -> Contender:
             f"contender: expected a backend ({', '.join(known)}; native:<isa> forces an instruction set) "
             f"or a baseline ({', '.join(BASELINES)}), got {name!r}"
         )
-    if isa_name and isa_name not in isa.names():
+    if ":" in name and isa_name not in isa.names():
         raise ArgumentError(
             f"contender {name}: expected an instruction set among {', '.join(isa.names())}, got {isa_name!r}"
         )

@@ -58,7 +58,8 @@ def save(report: Report, path: str | Path) -> None:
 def caption(environment: dict[str, Any]) -> str:
     """Where a picture's numbers come from, in one line."""
     e = environment
-    return f"{e.get('gpu') or e['cpu']}, {e['threads']} threads, moe-cpu {e['moe_cpu']} ({e['commit'] or 'no commit'}), torch {e['torch']}"
+    text = f"{e.get('gpu') or e['cpu']}, {e['threads']} threads, moe-cpu {e['moe_cpu']} ({e['commit'] or 'no commit'}), torch {e['torch']}"
+    return text.replace("$", r"\$")  # which matplotlib would read as a formula
 
 
 def pyplot(picture: str | Path) -> Any:
@@ -74,7 +75,9 @@ def pyplot(picture: str | Path) -> Any:
         import matplotlib.pyplot
     except ImportError as error:
         raise ArgumentError("plot: drawing needs matplotlib; install moe-cpu[plot]") from error
-    known = matplotlib.backend_bases.FigureCanvasBase.get_supported_filetypes()
+    known = set(matplotlib.backend_bases.FigureCanvasBase.get_supported_filetypes()) - {
+        "pgf"
+    }  # which needs LaTeX
     if Path(picture).suffix.lower().lstrip(".") not in known:
         raise ArgumentError(
             f"plot: expected a file ending in one of .{', .'.join(sorted(known))}, got {picture}"

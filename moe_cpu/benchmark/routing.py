@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -13,23 +11,25 @@ from moe_cpu.models import ModelShape
 # "zipf" may be followed by an exponent: "zipf-1.2".
 ROUTINGS = ("uniform", "zipf", "single", "router")
 _ZIPF = "zipf"
+# Everybody takes the same experts long before that.
+_STEEPEST = 100
 
 
 def check_routing(routing: str) -> None:
-    """Raises ArgumentError unless that is the name of a routing, or "zipf-" and a number above 0."""
+    """Raises ArgumentError unless that is the name of a routing, or "zipf-" and a number above 0, at most 100."""
     if routing in ROUTINGS:
         return
     kind, _, exponent = routing.partition("-")
     if kind == _ZIPF and _positive(exponent):
         return
     raise ArgumentError(
-        f"routing: expected one of {', '.join(ROUTINGS)}, or zipf-<exponent> with a number above 0 (zipf-1.2), got {routing!r}"
+        f"routing: expected one of {', '.join(ROUTINGS)}, or zipf-<exponent> with a number above 0, at most {_STEEPEST} (zipf-1.2), got {routing!r}"
     )
 
 
 def _positive(text: str) -> bool:
     try:
-        return 0 < float(text) < math.inf
+        return 0 < float(text) <= _STEEPEST
     except ValueError:
         return False
 

@@ -91,7 +91,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     """
     try:
         data = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ArgumentError(f"results: {path} cannot be read: {error}") from error
     if not isinstance(data, dict):
         raise ArgumentError(f"results: {path} cannot be read: expected a JSON object")

@@ -13,7 +13,7 @@ from moe_cpu.benchmark.case import DEVICES
 from moe_cpu.benchmark.checkpoint import Checkpoint
 from moe_cpu.benchmark.report import SKIPPED
 from moe_cpu.cli import end_to_end, overheads
-from moe_cpu.cli.options import check_writable, counts, file_name, names, with_progress
+from moe_cpu.cli.options import check_files, counts, file_name, names, with_progress
 from moe_cpu.errors import ArgumentError, IsaUnavailable
 from moe_cpu.models import MODELS, ModelShape, find
 
@@ -40,7 +40,10 @@ def add_parser(commands: Any) -> None:
     )
     what = parser.add_argument_group("what to measure")
     what.add_argument(
-        "--suite", metavar="FILE", help="a grid from a JSON file (bench/suites); other options override it"
+        "--suite",
+        metavar="FILE",
+        type=file_name,
+        help="a grid from a JSON file (bench/suites); other options override it",
     )
     what.add_argument("--model", metavar="NAME", type=names, help="published shapes, by name")
     what.add_argument("--shape", metavar="E,topk,K,I", type=_shape, help="any shape")
@@ -51,7 +54,10 @@ def add_parser(commands: Any) -> None:
         help="keep only so many experts of the model, as one of several ranks would",
     )
     what.add_argument(
-        "--checkpoint", metavar="DIR", help="weights and router of a Hugging Face checkpoint on disk"
+        "--checkpoint",
+        metavar="DIR",
+        type=file_name,
+        help="weights and router of a Hugging Face checkpoint on disk",
     )
     what.add_argument("--layer", metavar="L", type=int, help="layer of the checkpoint (default 0)")
     what.add_argument("--tokens", metavar="M,...", type=counts, help="tokens in a call")
@@ -114,8 +120,7 @@ def main(options: argparse.Namespace) -> int:
             raise IsaUnavailable(f"bench: --isa {name}: {reason}")
     if options.plot:
         plot.pyplot(options.plot)  # or it is refused before anything is measured
-    for file in filter(None, (options.json, options.plot)):
-        check_writable("bench", file)
+    check_files(options)
     keep = (lambda report: report.save(options.json)) if options.json else None
     if suite.device == "cuda":
         steps = 1 + len(suite.shapes) * (1 + len(list(suite.points())))

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from moe_cpu.benchmark.end_to_end.settings import ModelSource, Settings
-from moe_cpu.cli.options import OF_LAYERS, check_writable, counts, given, names, with_progress
+from moe_cpu.cli.options import OF_LAYERS, check_files, counts, given, names, with_progress
 from moe_cpu.errors import ArgumentError
 
 # Options of single layers, which mean nothing here.
@@ -59,8 +59,7 @@ def main(options: argparse.Namespace) -> int:
 
     if options.plot:
         layer_plot.pyplot(options.plot)  # or it is refused before anything is measured
-    for file in filter(None, (options.json, options.plot)):
-        check_writable("bench", file)
+    check_files(options)
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     keep = (lambda report: report.save(options.json)) if options.json else None

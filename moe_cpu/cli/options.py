@@ -24,7 +24,10 @@ def given(options: argparse.Namespace, names: tuple[str, ...]) -> list[str]:
 
 def names(text: str) -> list[str]:
     """`a,b` as a list."""
-    return [part.strip() for part in text.split(",") if part.strip()]
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError(f"expected names separated by commas, got {text!r}")
+    return found
 
 
 def counts(text: str) -> list[int]:
@@ -44,14 +47,28 @@ def file_name(text: str) -> str:
     return text
 
 
+def check_files(options: argparse.Namespace) -> None:
+    """Raises ArgumentError when --json or --plot cannot be written, or are one file."""
+    files = [options.json, options.plot]
+    for file in filter(None, files):
+        check_writable("bench", file)
+    if all(files) and len(set(map(os.path.realpath, files))) == 1:
+        raise ArgumentError(f"bench: expected two files for --json and --plot, got {options.json} for both")
+
+
 def check_writable(command: str, file: str) -> None:
     """Raises ArgumentError when no results file can be made there: better now than after the measurement."""
-    path = Path(file)
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+    path = Path(os.path.realpath(file))
+    new = not path.exists()
+    try:
+        with path.open("ab"):
+            pass
+        if new:
+            path.unlink()
+    except OSError as error:
         raise ArgumentError(
-            f"{command}: expected a file that can be written, got {file}; its folder must exist"
-        )
+            f"{command}: expected a file that can be written, got {file}: {error.strerror}; its folder must exist"
+        ) from None
 
 
 def with_progress(work: Callable[[Callable[[str], None]], T], steps: int) -> T:

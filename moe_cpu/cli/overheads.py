@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from moe_cpu.cli.options import OF_LAYERS, check_writable, given, with_progress
+from moe_cpu.cli.options import OF_LAYERS, check_files, given, with_progress
 from moe_cpu.errors import ArgumentError
 from moe_cpu.models import ModelShape, find
 
@@ -25,8 +25,7 @@ def add_argument(group: argparse._ArgumentGroup) -> None:
 def main(options: argparse.Namespace) -> int:
     """Measures, prints the table, writes the file."""
     shape = shape_of(options)
-    if options.json:
-        check_writable("bench", options.json)
+    check_files(options)
     from moe_cpu.benchmark.overheads import runner, table
 
     wanted = {name: getattr(options, name) for name in given(options, ("threads", "seconds", "seed"))}

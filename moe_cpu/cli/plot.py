@@ -10,7 +10,7 @@ from moe_cpu.benchmark.overheads.report import OverheadsReport
 from moe_cpu.benchmark.report import Report
 from moe_cpu.benchmark.saved import read_json
 from moe_cpu.cli.options import check_writable
-from moe_cpu.errors import ArgumentError
+from moe_cpu.errors import ArgumentError, MoEError
 
 
 def add_parser(commands: Any) -> None:
@@ -40,7 +40,9 @@ def run(options: argparse.Namespace) -> int:
     report: Any = (EndToEndReport if end_to_end else Report).load(options.results)
     try:
         (end_to_end_plot if end_to_end else plot).save(report, options.picture)
-    except (AttributeError, KeyError, TypeError) as error:  # what `load` had no eye for
+    except (MoEError, OSError):
+        raise
+    except Exception as error:  # what `load` had no eye for may end in anything, deep in matplotlib
         raise ArgumentError(
             f"plot: {options.results} lacks something or holds what cannot be drawn: {error!r}"
         ) from error

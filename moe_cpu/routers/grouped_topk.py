@@ -7,6 +7,8 @@ import torch
 from moe_cpu.errors import ArgumentError, shape_error, unknown_name_error
 from moe_cpu.routers.selection import Routing, float32_logits, largest, normalized
 
+SCORING_FUNCS = ("softmax", "sigmoid")
+
 
 def grouped_topk(
     router_logits: torch.Tensor,
@@ -39,13 +41,13 @@ def grouped_topk(
     """
     logits = float32_logits(router_logits, topk)
     M, E = logits.shape
-    _check_groups(E, topk, num_expert_group, topk_group)
+    check_groups(E, topk, num_expert_group, topk_group)
     if scoring_func == "softmax":
         scores = torch.softmax(logits, dim=-1)
     elif scoring_func == "sigmoid":
         scores = torch.sigmoid(logits)
     else:
-        raise unknown_name_error("scoring_func", scoring_func, ("softmax", "sigmoid"))
+        raise unknown_name_error("scoring_func", scoring_func, SCORING_FUNCS)
     members = E // num_expert_group
     choice = scores.detach()
     if e_score_correction_bias is not None:
@@ -69,7 +71,8 @@ def grouped_topk(
     return Routing(weights * routed_scaling_factor, ids.int())
 
 
-def _check_groups(E: int, topk: int, num_expert_group: int, topk_group: int) -> None:
+def check_groups(E: int, topk: int, num_expert_group: int, topk_group: int) -> None:
+    """Raises ArgumentError unless topk experts can be chosen from topk_group of num_expert_group equal groups."""
     if num_expert_group < 1 or E % num_expert_group:
         raise ArgumentError(f"num_expert_group: expected a divisor of E = {E}, got {num_expert_group}")
     if not 1 <= topk_group <= num_expert_group:
