@@ -101,10 +101,8 @@ def packed_of(module: nn.Module) -> PackedExperts | None:
         return None
     if state.names.w1_bias is not None:
         b1, b2 = _bias(module, state.names.w1_bias), _bias(module, state.names.w2_bias)
-        if (
-            torch.compiler.is_compiling()
-        ):  # a graph reads the module's own biases, in any dtype, at every call
-            p = state.packed
+        if torch.compiler.is_compiling():
+            p = state.packed  # a graph reads the module's own biases, in any dtype, at every call
             return PackedExperts(p.w1, p.w2, b1, b2, p.K, p.I, p.gate_layout)
         entry = _entry(b1, b2)
         if entry is None or entry is not state.biases:
