@@ -13,6 +13,7 @@ import torch
 
 from moe_cpu.errors import (
     ArgumentError,
+    DeviceError,
     device_error,
     dtype_error,
     expert_id_error,
@@ -249,6 +250,10 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 def check_expert_ids(topk_ids: torch.Tensor, num_experts: int) -> None:
     """Raises ExpertIdError with row, slot and value when an id lies outside `[-1, num_experts)`; reads every id."""
+    if topk_ids.is_meta:
+        raise DeviceError(
+            "topk_ids: expected ids that can be read, got device meta; fused_experts gives shapes there"
+        )
     if topk_ids.numel() == 0:
         return
     low, high = torch.aminmax(topk_ids)

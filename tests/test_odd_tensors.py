@@ -75,6 +75,8 @@ def test_a_call_on_the_meta_device_gives_shape_and_dtype_and_checks():
         fused_experts(x, w1, w2[:, :, 1:], weights, ids)
     with pytest.raises(DeviceError, match="PackedExperts"):
         fused_experts(x, pack(CASE), None, weights, ids)
+    with pytest.raises(DeviceError, match=r"topk_ids.*meta; fused_experts"):
+        FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(), create("reference"))(x, w1, w2, weights, ids)
     for mine, theirs in zip(
         moe_align_block_size(ids, 4, 8), moe_align_block_size(CASE.topk_ids, 4, 8), strict=True
     ):
