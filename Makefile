@@ -21,6 +21,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/.torch:
+	@echo "making $(VENV) with $(TORCH): a minute or two, most of it without a word"
 	$(PYTHON) -m venv $(VENV)
 ifneq ($(strip $(TORCH_INDEX)),)
 	@{ timeout 8 $(PIP) index versions torch --index-url $(TORCH_INDEX) --retries 0 >/dev/null 2>&1 && \
@@ -33,10 +34,12 @@ endif
 # Editable: Python files are used where they lie, and a changed kernel is compiled again by the next make.
 $(VENV)/.package: $(VENV)/.torch pyproject.toml $(KERNELS)
 	$(PIP) install "scikit-build-core>=0.10"
+	@echo "compiling the kernels"
 	$(PIP) install --no-build-isolation --editable ".[plot,checkpoint]"
 	touch $@
 
 $(VENV)/.test: pyproject.toml | $(VENV)/.package
+	@echo "installing what the tests need, transformers among it"
 	$(PIP) install --no-build-isolation --editable ".[test,transformers]"
 	touch $@
 
@@ -47,6 +50,7 @@ $(VENV)/.triton: pyproject.toml | $(VENV)/.test
 # Byte code of all that vLLM brings takes longer to make than that of what is imported. Its libraries for pictures and sound are for CUDA in the default
 # index; those that cannot be loaded without it go, for text needs none of them.
 $(VENV)/.vllm: pyproject.toml | $(VENV)/.package
+	@echo "installing $(VLLM): a few minutes"
 	$(PIP) install --no-compile "$(VLLM)" "$(TORCH)"
 	$(PIP) install --no-build-isolation --editable ".[test]"
 	@for library in torchvision torchaudio torchcodec; do \

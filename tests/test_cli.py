@@ -146,7 +146,7 @@ def test_a_suite_file_and_options_over_it(command, tmp_path):
         ("{", "cannot be read"), ("[]", "expected a JSON object"), ("{}", "at least one shape"),
         ({"shape": []}, "expected keys among .*shapes.*; got shape"), ({"shapes": ["gpt-2"]}, "'gpt-2'"),
         ({"shapes": "mixtral-8x7b"}, "list of shapes"), ({"tokens": 5}, "list of tokens, got 5"),
-        ({"tokens": ["5"]}, "at least 1, got '5'"), ({"tokens": [0]}, "at least 1, got 0"), ({"shapes": [7]}, "name or an object, got 7"),
+        ({"tokens": ["5"]}, "at least 1, got '5'"), ({"tokens": [0]}, "at least 1, got 0"), ({"tokens": [5, 5]}, "different numbers, got 5, 5"), ({"shapes": [7]}, "name or an object, got 7"),
         ({"shapes": [{"E": 4}]}, "missing 3 required"), ({"shapes": [{"E": "4"}]}, "whole number E, got '4'"),
         ({"shapes": [{"E": 4, "topk": 5, "K": 1, "I": 1}]}, "topk=5"),
         ({"shapes": [{"E": 4, "topk": 1, "K": 1, "I": 1, "activation": "mish"}]}, "silu.*'mish'"),

@@ -12,7 +12,7 @@ import torch
 
 from moe_cpu.benchmark.limits import check_seconds, check_seed, check_threads
 from moe_cpu.benchmark.routing import check_routing
-from moe_cpu.checks import ACTIVATIONS
+from moe_cpu.checks import ACTIVATIONS, check_count
 from moe_cpu.errors import ArgumentError
 from moe_cpu.models import ModelShape, find
 
@@ -84,8 +84,9 @@ class Suite:
                 f"suite {self.name!r}: expected at least one shape, token count and contender"
             )
         for M in self.tokens:
-            if not isinstance(M, int) or M < 1:
-                raise ArgumentError(f"tokens: expected whole numbers of at least 1, got {M!r}")
+            check_count("tokens", M)
+        if len(set(self.tokens)) < len(self.tokens):
+            raise ArgumentError(f"tokens: expected different numbers, got {', '.join(map(str, self.tokens))}")
         counts = (
             self.threads
             if isinstance(self.threads, tuple)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moe_cpu.benchmark.limits import check_seconds, check_seed, check_threads
+from moe_cpu.checks import check_count
 from moe_cpu.errors import ArgumentError
 
 
@@ -35,8 +36,8 @@ class ModelSource:
             raise ArgumentError(
                 "end to end: --layers and --experts are for --random-config; a checkpoint has its own"
             )
-        if self.layers is not None and self.layers < 1:
-            raise ArgumentError(f"layers: expected at least 1, got {self.layers}")
+        if self.layers is not None:
+            check_count("layers", self.layers)
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,12 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = {
-            "prompt-tokens": (self.prompt_tokens,),
-            "new-tokens": (self.new_tokens,),
-            "batch": self.batches,
-        }
-        for name, values in counts.items():
-            if not values or min(values) < 1:
-                raise ArgumentError(f"{name}: expected whole numbers of at least 1, got {list(values)}")
+        check_count("prompt-tokens", self.prompt_tokens)
+        check_count("new-tokens", self.new_tokens)
+        for count in self.batches:
+            check_count("batch", count)
+        if not self.batches or len(set(self.batches)) < len(self.batches):
+            raise ArgumentError(f"batch: expected different numbers, at least one, got {list(self.batches)}")
         check_threads(1 if self.threads is None else self.threads)
         check_seconds(self.seconds)
         check_seed(self.seed)
