@@ -20,5 +20,11 @@ inline void random_bf16(uint16_t* to, int count) {
 // Makes the compiler believe that `data` is read.
 inline void consume(const void* data) { asm volatile("" : : "r"(data) : "memory"); }
 
+// Makes it believe that `value` is changed, in the vector register where it is: chains of the same products stay several, and out of memory.
+template <class Vector>
+inline void keep(Vector& value) {
+  asm volatile("" : "+v"(value));
+}
+
 }  // namespace
 }  // namespace moe

@@ -90,9 +90,12 @@ int64_t peak_loop(int64_t iterations) {
   const __m256 a = split(bf16_to_f32(load<U16>(operands))).low, b = split(bf16_to_f32(load<U16>(operands + kLanes))).low;
   for (int64_t i = 0; i < iterations; ++i) {
 #pragma GCC unroll 12
-    for (int j = 0; j < kChains; ++j) sum[j] = _mm256_fmadd_ps(sum[j], a, b);
-    consume(nullptr);
+    for (int j = 0; j < kChains; ++j) {
+      sum[j] = _mm256_fmadd_ps(sum[j], a, b);
+      keep(sum[j]);
+    }
   }
+#pragma GCC unroll 12
   for (int j = 1; j < kChains; ++j) sum[0] = _mm256_add_ps(sum[0], sum[j]);
   _mm256_store_ps(c, sum[0]);
   consume(c);

@@ -26,21 +26,26 @@ struct Widened {
     Ahead ahead(p);
     for (int64_t s = 0; s < p.steps; ++s, a += kRows * kStep, b += kPanelStep) {
       ahead.step();
-#pragma GCC unroll 2
+#pragma GCC unroll 1
       for (int pair = 0; pair < kStep / 2; ++pair) {
-        for (int t = 0; t < 2; ++t) {
-          const U32 both = load<U32>(b + t * kTileElements + pair * 2 * kTileCols);
-          const F32 even = float_of(both << 16), odd = float_of(both & 0xffff0000u);
-          for (int r = 0; r < kRows; ++r) {
-            sum[r][t] = fma(splat_of(a + r * kStep + pair * 2), even, sum[r][t]);
-            sum[r][t] = fma(splat_of(a + r * kStep + pair * 2 + 1), odd, sum[r][t]);
-          }
+        const U32 left = load<U32>(b + pair * 2 * kTileCols), right = load<U32>(b + kTileElements + pair * 2 * kTileCols);
+        const F32 even[2] = {float_of(left << 16), float_of(right << 16)};
+        const F32 odd[2] = {float_of(left & 0xffff0000u), float_of(right & 0xffff0000u)};
+        // Both tiles for a row, then the next row: a factor for all rows at once would push sums out of the registers.
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; ++r) {
+          multiply(sum[r], a + r * kStep + pair * 2, even);
+          multiply(sum[r], a + r * kStep + pair * 2 + 1, odd);
         }
       }
     }
     store_sums<kRows>(sum, p);
   }
-  static F32 splat_of(const float* from) { return (F32)_mm512_set1_ps(*from); }
+  static void multiply(F32 (&sum)[2], const float* a, const F32 (&b)[2]) {
+    const F32 factor = (F32)_mm512_set1_ps(*a);
+    sum[0] = fma(factor, b[0], sum[0]);
+    sum[1] = fma(factor, b[1], sum[1]);
+  }
 };
 
 void nothing() {}
@@ -54,9 +59,12 @@ int64_t peak_loop(int64_t iterations) {
   const F32 a = bf16_to_f32(load<U16>(operands)), b = bf16_to_f32(load<U16>(operands + kLanes));
   for (int64_t i = 0; i < iterations; ++i) {
 #pragma GCC unroll 16
-    for (int j = 0; j < kChains; ++j) sum[j] = fma(sum[j], a, b);
-    consume(nullptr);
+    for (int j = 0; j < kChains; ++j) {
+      sum[j] = fma(sum[j], a, b);
+      keep(sum[j]);
+    }
   }
+#pragma GCC unroll 16
   for (int j = 1; j < kChains; ++j) sum[0] += sum[j];
   store(c, sum[0]);
   consume(c);

@@ -51,9 +51,12 @@ int64_t peak_loop(int64_t iterations) {
   const __m512bh a = (__m512bh)load<U32>(operands), b = (__m512bh)load<U32>(operands + 32);
   for (int64_t i = 0; i < iterations; ++i) {
 #pragma GCC unroll 16
-    for (int j = 0; j < kChains; ++j) sum[j] = _mm512_dpbf16_ps(sum[j], a, b);
-    consume(nullptr);
+    for (int j = 0; j < kChains; ++j) {
+      sum[j] = _mm512_dpbf16_ps(sum[j], a, b);
+      keep(sum[j]);
+    }
   }
+#pragma GCC unroll 16
   for (int j = 1; j < kChains; ++j) sum[0] = _mm512_add_ps(sum[0], sum[j]);
   _mm512_store_ps(c, sum[0]);
   consume(c);
