@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+
 import bounds
 import numpy as np
 import oracle
@@ -12,7 +15,7 @@ from calls import native, native_pairs, pack
 from hypothesis import given
 from strategies import STRIDES, Case, cases, make_case, strided
 
-from moe_cpu import ops
+from moe_cpu import machine, ops
 
 pytestmark = pytest.mark.sanitize
 
@@ -159,6 +162,21 @@ def test_gelu_of_minus_infinity_is_no_number(isa):
     got = native(case, isa)
     assert got[0].isnan().all()
     assert not got[1].any()
+
+
+def test_no_kernel_is_faster_than_its_ceiling(isa, set_threads):
+    """A probe whose sums leave the registers measures the stack, and every share of the limit is wrong."""
+    if isa == "amx_emulated":
+        pytest.skip("nobody measures an emulation")
+    set_threads(1)
+    case = make_case(M=240, K=1024, I=512, E=1, topk=1, seed=23)
+    packed, ceiling, taken = pack(case), 0.0, []
+    for _ in range(8):
+        ceiling = max(ceiling, machine.probe_matrix_peak(isa, 1, 0.02))
+        start = time.perf_counter()
+        native(case, isa, packed)
+        taken.append(time.perf_counter() - start)
+    assert 6 * 240 * 1024 * 512 / statistics.median(taken) < 1.1 * ceiling
 
 
 def test_a_nan_weight_of_a_skipped_slot_is_not_used(isa):
