@@ -88,10 +88,10 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     paths = candidates()
     path = next((p for p in paths if p.exists()), None)
     if path is None:
-        return (
-            None,
-            f"no {FILE_NAME} at {' or '.join(map(str, paths))}; build it with `pip install .` (Linux on x86-64, g++ >= 12)",
-        )
+        fix = "build it with `pip install .` (Linux on x86-64, g++ >= 12)"
+        if any((p.parents[2] / "pyproject.toml").exists() for p in paths):
+            fix = "this is the source tree, which hides an installed package: start Python elsewhere, or `pip install -e .`"
+        return None, f"no {FILE_NAME} at {' or '.join(map(str, paths))}; {fix}"
     try:
         missing = _missing_bytes(path)
         if missing > 0:

@@ -66,6 +66,13 @@ def test_a_results_file_that_is_none(command, tmp_path):
         assert err.count("results: ") == 1
 
 
+def test_results_that_no_picture_shows(command, tmp_path):
+    for name in ("vllm-plugin", "emerald-rapids-overheads"):
+        status, _, err = command("plot", RESULTS.with_name(name + ".json"), tmp_path / "p.png")
+        assert status == 1
+        assert re.match(r"moe-cpu: plot: .*\.json holds .*, of which there is no picture", err), err
+
+
 def test_a_results_file_that_lacks_something(command, tmp_path):
     pytest.importorskip("matplotlib")
     file, report = tmp_path / "r.json", json.loads(RESULTS.read_text())

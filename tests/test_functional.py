@@ -241,6 +241,7 @@ def test_inference_mode(backend):
     outside.check(call(outside, backend=backend))
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights", "expert_map"])
 def test_no_tensor_without_memory_is_taken_for_an_absent_one(name):
     case = make_case(M=4, E=5, local=3)

@@ -128,3 +128,12 @@ def test_batched_scratch_is_sized_by_the_experts_that_are_here():
     a, aq = torch.empty(8, 64, dtype=torch.bfloat16), torch.empty(2, 8, 64, dtype=torch.bfloat16)
     sizes = [create("native").workspace_shapes(a, aq, 8, 96, 64, 2, experts) for experts in (2, 256)]
     assert sizes[0] == sizes[1]
+
+
+def test_a_source_tree_that_hides_the_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.delenv("MOE_CPU_LIBRARY", raising=False)
+    path = tmp_path / "moe_cpu" / "_lib" / native_library.FILE_NAME
+    monkeypatch.setattr(native_library, "candidates", lambda: [path])
+    assert "build it with `pip install .`" in native_library._load()[1]
+    (tmp_path / "pyproject.toml").touch()
+    assert "this is the source tree, which hides an installed package" in native_library._load()[1]

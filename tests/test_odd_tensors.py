@@ -84,6 +84,7 @@ def test_a_call_on_the_meta_device_gives_shape_and_dtype_and_checks():
         assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_tensors_without_memory_are_refused():
     packed = pack(CASE)
     with FakeTensorMode() as mode:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -75,13 +76,16 @@ def with_progress(work: Callable[[Callable[[str], None]], T], steps: int) -> T:
     """Runs `work` with a bar on standard error; a bar is only drawn on a terminal."""
     from tqdm import tqdm
 
-    with tqdm(
-        total=steps,
-        file=sys.stderr,
-        disable=None,
-        leave=False,
-        bar_format="{desc} |{bar}| {n}/{total} {elapsed}",
-    ) as bar:
+    with (
+        tqdm(
+            total=steps,
+            file=sys.stderr,
+            disable=None,
+            leave=False,
+            ncols=shutil.get_terminal_size().columns,  # 80 on a terminal that does not say, where tqdm would draw nothing
+            bar_format="{desc} |{bar}| {n}/{total} {elapsed}",
+        ) as bar
+    ):
         started = False
 
         def tell(text: str) -> None:

@@ -6,7 +6,6 @@ import argparse
 from typing import Any
 
 from moe_cpu.benchmark.end_to_end.report import EndToEndReport
-from moe_cpu.benchmark.overheads.report import OverheadsReport
 from moe_cpu.benchmark.report import Report
 from moe_cpu.benchmark.saved import read_json
 from moe_cpu.cli.options import check_writable
@@ -32,10 +31,8 @@ def run(options: argparse.Namespace) -> int:
 
     check_writable("plot", options.picture)
     kind = read_json(options.results).get("kind")
-    if kind == OverheadsReport.kind:
-        raise ArgumentError(
-            f"plot: {options.results} holds overheads, a few numbers of which there is no picture"
-        )
+    if kind not in (None, EndToEndReport.kind):
+        raise ArgumentError(f"plot: {options.results} holds {kind}, of which there is no picture")
     end_to_end = kind == EndToEndReport.kind
     report: Any = (EndToEndReport if end_to_end else Report).load(options.results)
     try:
