@@ -15,7 +15,7 @@ struct Machine {
 
 // Most rows one task takes: panels are streamed from memory once per that many rows, and the rows must stay in L2. Where experts have 256 rows on
 // average, half of them have a few more, and two tasks of half as many rows read every panel twice; hence a quarter more. Float32 rows take twice the
-// space: 300 of them were slower in one task than in two (bench/notebook/emerald-rapids-variants.md).
+// space: 300 of them were slower in one task than in two (bench/notebook/ice-lake-variants.md).
 constexpr int64_t kMostTaskRows = 320, kMostF32TaskRows = 256;
 // Panels whose float32 sums wait in L2 while blocks of k pass by.
 constexpr int64_t kGroupPanels = 8;
