@@ -89,7 +89,9 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     path = next((p for p in paths if p.exists()), None)
     if path is None:
         fix = "build it with `pip install .` (Linux on x86-64, g++ >= 12)"
-        if any((p.parents[2] / "pyproject.toml").exists() for p in paths):
+        if not os.environ.get(PATH_VARIABLE) and any(
+            (p.parents[2] / "pyproject.toml").exists() for p in paths
+        ):
             fix = "this is the source tree, which hides an installed package: start Python elsewhere, or `pip install -e .`"
         return None, f"no {FILE_NAME} at {' or '.join(map(str, paths))}; {fix}"
     try:

@@ -14,11 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_cpu.derived_cache import DerivedCache, Entry
 from moe_cpu.errors import DeviceError
 from moe_cpu.packing import PackedExperts
-
-_biases: DerivedCache[None] = DerivedCache()
 
 
 class Names(NamedTuple):
@@ -36,7 +33,7 @@ class _Released:
 
     def __init__(self, packed: PackedExperts, names: Names, grads: tuple[bool, bool]) -> None:
         self.packed, self.names, self.grads = packed, names, grads
-        self.biases: Entry[None] | None = None  # of which `packed` has the values
+        self.biases: tuple[Any, ...] | None = None  # as `_seen` saw those of which `packed` has the values
 
     def __reduce__(self) -> Any:
         return _Released, (self.packed, self.names, self.grads)
@@ -70,7 +67,7 @@ def release(module: nn.Module, names: Names, gate_layout: str, ticks: Any = None
         setattr(module, name, nn.Parameter(old.detach().new_empty((0, *old.shape[1:])), requires_grad=False))
     first_time = not hasattr(module, "_moe_cpu_released")
     state = _Released(packed, names, grads)
-    state.biases = _entry(b1, b2)
+    state.biases = _seen(b1, b2)
     module._moe_cpu_released = state  # type: ignore[assignment]
     if first_time:  # hooks stay for good and do nothing while the weights are dense
         module.register_state_dict_post_hook(_fill_state_dict)
@@ -104,12 +101,11 @@ def packed_of(module: nn.Module) -> PackedExperts | None:
         if torch.compiler.is_compiling():
             p = state.packed  # a graph reads the module's own biases, in any dtype, at every call
             return PackedExperts(p.w1, p.w2, b1, b2, p.K, p.I, p.gate_layout)
-        entry = _entry(b1, b2)
-        if entry is None or entry is not state.biases:
+        if not _unchanged(state.biases, b1, b2):
             state.packed = PackedExperts.from_state_dict(
                 state.packed.state_dict() | {"w1_bias": b1, "w2_bias": b2}
             )
-            state.biases = entry
+            state.biases = _seen(b1, b2)
     return state.packed
 
 
@@ -148,12 +144,26 @@ def _bias(module: nn.Module, name: str | None) -> Tensor | None:
     return None if name is None else getattr(module, name)
 
 
-def _entry(*biases: Tensor | None) -> Entry[None] | None:
-    """The same object for as long as the biases are the same and unchanged; None for inference tensors, of which that cannot be known."""
-    given = tuple(b for b in biases if b is not None)
-    if any(b.is_inference() for b in given):
-        return None
-    return _biases.entry(given, tuple(b is None for b in biases), lambda: None)
+def _seen(*biases: Tensor | None) -> tuple[Any, ...]:
+    """What tells whether biases have changed. It keeps their storages, so that no other ones come to lie at their addresses."""
+    return tuple(None if b is None else (b, b.untyped_storage(), _form(b)) for b in biases)
+
+
+def _unchanged(seen: tuple[Any, ...] | None, *biases: Tensor | None) -> bool:
+    """Whether these are the biases that were seen; never of inference tensors, which do not count their changes."""
+    if seen is None:
+        return False
+    for before, b in zip(seen, biases, strict=True):
+        if b is None or before is None:
+            if b is not before:
+                return False
+        elif b is not before[0] or b.is_inference() or _form(b) != before[2]:
+            return False
+    return True
+
+
+def _form(b: Tensor) -> tuple[Any, ...]:
+    return b.data_ptr(), None if b.is_inference() else b._version, b.stride(), b.is_neg()
 
 
 def _fill_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:

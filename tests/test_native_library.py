@@ -137,3 +137,6 @@ def test_a_source_tree_that_hides_the_package_is_named(tmp_path, monkeypatch):
     assert "build it with `pip install .`" in native_library._load()[1]
     (tmp_path / "pyproject.toml").touch()
     assert "this is the source tree, which hides an installed package" in native_library._load()[1]
+    monkeypatch.undo()
+    monkeypatch.setenv(native_library.PATH_VARIABLE, "/libmoe_cpu.so")
+    assert native_library._load()[1].startswith("no libmoe_cpu.so at /libmoe_cpu.so; build it")

@@ -1,8 +1,8 @@
 // AVX-512 without bf16 instructions (Skylake to Ice Lake): bf16 is the upper half of a float32, so a shift and a mask turn a register of pairs into
 // two registers of float32 factors, and fused multiply-adds do the rest.
 //
-// Registers: 12 rows x 2 accumulators = 24, four for the panel's even and odd values of k. Activation blocks hold float32, read as broadcast
-// operands.
+// Registers: 12 rows x 2 accumulators = 24, four for the panel's even and odd values of k, and for both tiles a factor from the activation block,
+// which holds float32.
 #include "isa/lanes512.h"
 #include "isa/bf16_by_rounding.h"
 #include "generic/elementwise.h"
