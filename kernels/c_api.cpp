@@ -12,6 +12,8 @@ const char* moe_isa_name(int32_t isa) { return moe::isa_name(isa); }
 
 const char* moe_isa_why_not(int32_t isa) { return moe::isa_name(isa) ? moe::isa_why_not(isa) : "there is no instruction set of that number"; }
 
+int32_t moe_isa_in_order(int32_t place) { return moe::isa_in_order(place); }
+
 const char* moe_cpu_features(void) { return moe::cpu_features(); }
 
 int64_t moe_cache_bytes(int32_t level) { return moe::cache_bytes(level); }

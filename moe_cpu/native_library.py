@@ -21,7 +21,7 @@ from moe_cpu.errors import (
     token_count_error,
 )
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 FILE_NAME = "libmoe_cpu.so"
 PATH_VARIABLE = "MOE_CPU_LIBRARY"
 
@@ -50,6 +50,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "moe_isa_count": (_i32, []),
     "moe_isa_name": (_str, [_i32]),
     "moe_isa_why_not": (_str, [_i32]),
+    "moe_isa_in_order": (_i32, [_i32]),
     "moe_cpu_features": (_str, []),
     "moe_cache_bytes": (_i64, [_i32]),
     "moe_openmp_max_threads": (_i32, []),

@@ -52,7 +52,7 @@ def why_not() -> str | None:
 
 
 def isas() -> tuple[str, ...]:
-    """Names of the instruction sets the library has kernels for, in priority order; empty without a library."""
+    """Names of the instruction sets the library has kernels for, by their numbers; empty without a library."""
     global _isas
     if _isas is None:
         if not available():
@@ -60,6 +60,11 @@ def isas() -> tuple[str, ...]:
         lib = native.library()
         _isas = tuple(lib.moe_isa_name(i).decode() for i in range(lib.moe_isa_count()))
     return _isas
+
+
+def isas_in_order() -> tuple[str, ...]:
+    """The same, the fastest on this CPU first."""
+    return tuple(isas()[native.library().moe_isa_in_order(place)] for place in range(len(isas())))
 
 
 def isa_why_not(name: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import bounds
 import pytest
@@ -106,6 +107,8 @@ def test_only_native_takes_an_isa():
 
 
 def test_isa_selection(monkeypatch):
+    monkeypatch.delenv("MOE_CPU_ISA", raising=False)
+    selection.forget()
     able = selection.available()
     assert set(able) <= set(selection.names())
     assert selection.active() in able
@@ -119,6 +122,10 @@ def test_isa_selection(monkeypatch):
     with pytest.raises(IsaUnavailable, match="sse9"):
         selection.why_not("sse9")
     before = selection.active()
+    assert before == next(name for name in able if name != "amx_emulated")
+    intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    names = selection.names()
+    assert (names.index("avx512") < names.index("avx512_bf16")) == intel
     with selection.use(able[-1]) as used:
         assert used == selection.active() == able[-1]
     assert selection.active() == before

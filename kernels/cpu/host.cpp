@@ -3,6 +3,7 @@
 
 #include <cpuid.h>
 #include <errno.h>
+#include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -33,8 +34,18 @@ int request_amx() {
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0 ? 0 : errno;
 }
 
+bool made_by_intel() {
+  const Registers r = cpuid(0, 0);
+  char maker[12];
+  memcpy(maker, &r.ebx, 4);
+  memcpy(maker + 4, &r.edx, 4);
+  memcpy(maker + 8, &r.ecx, 4);
+  return memcmp(maker, "GenuineIntel", sizeof maker) == 0;
+}
+
 CpuBits read_cpu() {
   CpuBits bits = {};
+  bits.intel = made_by_intel();
   bits.words[kLeaf1Ecx] = cpuid(1, 0).ecx;
   const Registers leaf7 = cpuid(7, 0);
   bits.words[kLeaf7Ebx] = leaf7.ebx;
@@ -86,6 +97,8 @@ const char* isa_why_not(int isa) {
   const std::string& why_not = host().decision.why_not[isa];
   return why_not.empty() ? nullptr : why_not.c_str();
 }
+
+int isa_in_order(int place) { return place >= 0 && place < kIsaCount ? host().decision.order[place] : -1; }
 
 const char* cpu_features() { return host().features.c_str(); }
 

@@ -1,7 +1,8 @@
 // Asking for the following panel while this one is multiplied, a few cache lines a step, so that it has arrived in L2 when its turn comes. Every line
-// has to be named: asking for every second one left the rest to a demand miss (bench/README.md). Several places of the panel are asked for in turn: a
-// core alone gets more out of memory from eight streams than from one. Where many blocks of rows share a panel, each asks for few lines in one
-// stream.
+// has to be named: asking for every second one left the rest to a demand miss (bench/README.md).
+//
+// Several places of the panel are asked for in turn, for one core alone gets more out of memory in eight streams than in one. Where several blocks of
+// rows share a panel, each asks for a part of it and has fewer lines a step, thus fewer streams.
 #pragma once
 
 #include <immintrin.h>
@@ -12,11 +13,14 @@
 namespace moe {
 namespace {
 
+constexpr int64_t kMostStreams = 8;
+
 class Ahead {
  public:
-  explicit Ahead(const BlockProduct& p) : line_(reinterpret_cast<const char*>(p.next)) {
-    const int64_t lines = p.next ? ceil_div(p.next_bytes, p.steps * kLine) : 0, wanted = lines / kLeastRun;
-    streams_ = wanted < 1 ? 1 : wanted > kMostStreams ? kMostStreams : wanted;
+  // `lone_streams`: how many where one block has the whole panel for itself.
+  explicit Ahead(const BlockProduct& p, int64_t lone_streams = kMostStreams) : line_(reinterpret_cast<const char*>(p.next)) {
+    const int64_t lines = p.next ? ceil_div(p.next_bytes, p.steps * kLine) : 0, streams = lines >= kLinesOfStep ? lone_streams : lines / kLeastRun;
+    streams_ = streams > 1 ? streams : 1;
     run_ = ceil_div(lines, streams_);
     stride_ = run_ * p.steps * kLine;
   }
@@ -27,7 +31,7 @@ class Ahead {
   }
 
  private:
-  static constexpr int64_t kLine = 64, kLeastRun = 4, kMostStreams = 8;
+  static constexpr int64_t kLine = 64, kLinesOfStep = kPanelStep * 2 / kLine, kLeastRun = kLinesOfStep / kMostStreams;
   const char* line_;
   int64_t streams_;
   int64_t run_;  // lines of every stream in a step

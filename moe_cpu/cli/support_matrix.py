@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from moe_cpu import experts, isa, native_library
+from moe_cpu import experts, native_library, ops
 from moe_cpu.checks import ACTIVATIONS, default_gate_layout
 from moe_cpu.errors import BackendUnavailable
 from moe_cpu.experts import ExpertsConfig
@@ -94,5 +94,6 @@ def markdown() -> str:
         for row in table
     ]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    sets = ", ".join(f"`{name}`" for name in isa.names())
-    return "\n".join([*lines, "", f"Instruction sets of `native`, best first: {sets}."])
+    sets = ", ".join(f"`{name}`" for name in ops.isas())
+    order = "`moe-cpu info` has their order on this CPU, the fastest first"
+    return "\n".join([*lines, "", f"Instruction sets of `native`: {sets}. {order}."])

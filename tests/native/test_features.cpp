@@ -48,7 +48,7 @@ CpuBits sapphire_rapids() {
   return cpu;
 }
 
-// A set of ISAs that can run, as a string of '1' and '0' in priority order.
+// A set of ISAs that can run, as a string of '1' and '0' by their numbers.
 std::string able(const CpuBits& cpu) {
   std::string text;
   for (const std::string& why_not : decide(cpu).why_not) text += why_not.empty() ? '1' : '0';
@@ -90,6 +90,14 @@ TEST(decide_when_one_bit_is_hidden) {
   CHECK(able(without(sapphire_rapids(), kLeaf7Edx, {23, 25})) == "11111");
 }
 
+TEST(decide_prefers_what_is_fastest) {
+  CpuBits cpu = zen4();
+  CHECK(decide(cpu).order[0] == kAmx && decide(cpu).order[1] == kAvx512Bf16 && decide(cpu).order[2] == kAvx512);
+  cpu.intel = true;
+  CHECK(decide(cpu).order[0] == kAmx && decide(cpu).order[1] == kAvx512 && decide(cpu).order[2] == kAvx512Bf16);
+  CHECK(decide(cpu).order[3] == kAvx2 && decide(cpu).order[4] == kAmxEmulated);
+}
+
 TEST(decide_names_every_missing_bit) {
   CHECK(decide(without(sapphire_rapids(), kLeaf7Edx, {24})).why_not[kAmx] == "amx: CPUID leaf 7 EDX bit 24 (amx_tile) is not set");
   CHECK(decide(without(sapphire_rapids(), kXcr0, {17, 18})).why_not[kAmx] ==
@@ -123,6 +131,9 @@ TEST(host_answers_agree) {
     CHECK((table == nullptr) == (moe_isa_why_not(isa) != nullptr));
     CHECK(!table || std::string(table->name) == moe_isa_name(isa));
   }
+  unsigned seen = 0;
+  for (int place = 0; place < kIsaCount; ++place) seen |= 1u << moe_isa_in_order(place);
+  CHECK(seen == (1u << kIsaCount) - 1 && moe_isa_in_order(-1) == -1 && moe_isa_in_order(kIsaCount) == -1);
   CHECK(moe_cache_bytes(0) == 0 && moe_cache_bytes(9) == 0 && moe_cache_bytes(-1) == 0);
   CHECK(moe_cache_bytes(1) <= moe_cache_bytes(2));
 }

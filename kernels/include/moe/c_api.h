@@ -13,7 +13,7 @@ extern "C" {
 #endif
 
 // Bumped whenever a struct below or the packed layout changes; the Python side refuses a library of another version.
-#define MOE_ABI_VERSION 2
+#define MOE_ABI_VERSION 3
 
 enum moe_status {
   MOE_OK = 0,
@@ -35,9 +35,10 @@ enum moe_gate_layout { MOE_CONCATENATED = 0, MOE_INTERLEAVED = 1, MOE_UNGATED = 
 
 // ---- instruction sets -------------------------------------------------------------------------------------------------------------------
 MOE_API int32_t moe_abi_version(void);
-MOE_API int32_t moe_isa_count(void);                  // in priority order: index 0 is tried first
+MOE_API int32_t moe_isa_count(void);
 MOE_API const char* moe_isa_name(int32_t isa);        // NULL past the end
 MOE_API const char* moe_isa_why_not(int32_t isa);     // NULL when the ISA can run here, else a sentence
+MOE_API int32_t moe_isa_in_order(int32_t place);      // the fastest on this CPU has place 0; -1 past the end
 MOE_API const char* moe_cpu_features(void);           // space-separated names of the bits found
 MOE_API int64_t moe_cache_bytes(int32_t level);       // data or unified cache of one core, 0 when unknown
 
