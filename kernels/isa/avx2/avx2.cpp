@@ -1,7 +1,8 @@
 // AVX2 and FMA: bf16 widened by shift and mask as in avx512.cpp, with sixteen registers.
 //
 // Registers: 4 rows x 2 accumulators of 8 columns, four for the even and odd values of k of those 16 columns, one broadcast activation. A block's 12
-// rows and two tiles are walked four rows and one tile at a time; the panel's chunk stays in L1 meanwhile.
+// rows and two tiles are walked four rows and one tile of one step at a time: with more steps, what is asked for ahead comes in too large bursts
+// (bench/README.md).
 #include "isa/lanes256.h"
 #include "isa/bf16_by_rounding.h"
 #include "generic/elementwise.h"
@@ -14,32 +15,30 @@ namespace {
 
 constexpr int kBlockRows = 12;
 constexpr int kRegisterRows = 4;
-constexpr int kChunkSteps = 8;  // 8 steps of a tile: 8 KiB of panel, read again for every four rows
 
+// One step of kRows rows times one tile.
 template <int kRows>
-void walk(const float* a, int64_t a_step, const uint16_t* b, float* c, int64_t steps, bool accumulate) {
+void walk(const float* a, const uint16_t* b, float* c, bool accumulate) {
   __m256 low[kRows], high[kRows];
   for (int r = 0; r < kRows; ++r) {
     low[r] = accumulate ? _mm256_loadu_ps(c + r * kPanelCols) : _mm256_setzero_ps();
     high[r] = accumulate ? _mm256_loadu_ps(c + r * kPanelCols + 8) : _mm256_setzero_ps();
   }
   const __m256i upper_half = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-  for (int64_t s = 0; s < steps; ++s, a += a_step, b += kPanelStep) {
-    for (int pair = 0; pair < kStep / 2; ++pair) {
-      const __m256i* both = reinterpret_cast<const __m256i*>(b + pair * 2 * kTileCols);
-      const __m256i first = _mm256_loadu_si256(both), second = _mm256_loadu_si256(both + 1);
-      const __m256 low_even = _mm256_castsi256_ps(_mm256_slli_epi32(first, 16));
-      const __m256 low_odd = _mm256_castsi256_ps(_mm256_and_si256(first, upper_half));
-      const __m256 high_even = _mm256_castsi256_ps(_mm256_slli_epi32(second, 16));
-      const __m256 high_odd = _mm256_castsi256_ps(_mm256_and_si256(second, upper_half));
-      for (int r = 0; r < kRows; ++r) {
-        const __m256 even = _mm256_broadcast_ss(a + r * kStep + pair * 2);
-        low[r] = _mm256_fmadd_ps(even, low_even, low[r]);
-        high[r] = _mm256_fmadd_ps(even, high_even, high[r]);
-        const __m256 odd = _mm256_broadcast_ss(a + r * kStep + pair * 2 + 1);
-        low[r] = _mm256_fmadd_ps(odd, low_odd, low[r]);
-        high[r] = _mm256_fmadd_ps(odd, high_odd, high[r]);
-      }
+  for (int pair = 0; pair < kStep / 2; ++pair) {
+    const __m256i* both = reinterpret_cast<const __m256i*>(b + pair * 2 * kTileCols);
+    const __m256i first = _mm256_loadu_si256(both), second = _mm256_loadu_si256(both + 1);
+    const __m256 low_even = _mm256_castsi256_ps(_mm256_slli_epi32(first, 16));
+    const __m256 low_odd = _mm256_castsi256_ps(_mm256_and_si256(first, upper_half));
+    const __m256 high_even = _mm256_castsi256_ps(_mm256_slli_epi32(second, 16));
+    const __m256 high_odd = _mm256_castsi256_ps(_mm256_and_si256(second, upper_half));
+    for (int r = 0; r < kRows; ++r) {
+      const __m256 even = _mm256_broadcast_ss(a + r * kStep + pair * 2);
+      low[r] = _mm256_fmadd_ps(even, low_even, low[r]);
+      high[r] = _mm256_fmadd_ps(even, high_even, high[r]);
+      const __m256 odd = _mm256_broadcast_ss(a + r * kStep + pair * 2 + 1);
+      low[r] = _mm256_fmadd_ps(odd, low_odd, low[r]);
+      high[r] = _mm256_fmadd_ps(odd, high_odd, high[r]);
     }
   }
   for (int r = 0; r < kRows; ++r) {
@@ -49,29 +48,30 @@ void walk(const float* a, int64_t a_step, const uint16_t* b, float* c, int64_t s
 }
 
 void product(const BlockProduct& p) {
-  const int64_t a_step = int64_t{p.rows} * kStep;
+  const float* a = static_cast<const float*>(p.a);
+  const uint16_t* b = p.b;
   Ahead ahead(p);
-  for (int64_t s = 0; s < p.steps; s += kChunkSteps) {
-    const int64_t steps = p.steps - s < kChunkSteps ? p.steps - s : kChunkSteps;
-    for (int64_t i = 0; i < steps; ++i) ahead.step();
+  for (int64_t s = 0; s < p.steps; ++s, a += p.rows * kStep, b += kPanelStep) {
     const bool accumulate = p.accumulate || s > 0;
     for (int tile = 0; tile < 2; ++tile) {
-      const uint16_t* b = p.b + s * kPanelStep + tile * kTileElements;
+      ahead.quarter();
+      ahead.quarter();
+      const uint16_t* const b_tile = b + tile * kTileElements;
       for (int r = 0; r < p.rows; r += kRegisterRows) {
-        const float* a = static_cast<const float*>(p.a) + s * a_step + r * kStep;
-        float* c = p.c + r * kPanelCols + tile * kTileCols;
+        const float* const a_rows = a + r * kStep;
+        float* const c = p.c + r * kPanelCols + tile * kTileCols;
         switch (p.rows - r) {
           case 1:
-            walk<1>(a, a_step, b, c, steps, accumulate);
+            walk<1>(a_rows, b_tile, c, accumulate);
             break;
           case 2:
-            walk<2>(a, a_step, b, c, steps, accumulate);
+            walk<2>(a_rows, b_tile, c, accumulate);
             break;
           case 3:
-            walk<3>(a, a_step, b, c, steps, accumulate);
+            walk<3>(a_rows, b_tile, c, accumulate);
             break;
           default:
-            walk<4>(a, a_step, b, c, steps, accumulate);
+            walk<4>(a_rows, b_tile, c, accumulate);
             break;
         }
       }

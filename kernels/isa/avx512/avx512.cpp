@@ -25,9 +25,9 @@ struct Widened {
     const uint16_t* b = p.b;
     Ahead ahead(p);
     for (int64_t s = 0; s < p.steps; ++s, a += kRows * kStep, b += kPanelStep) {
-      ahead.step();
 #pragma GCC unroll 1
       for (int pair = 0; pair < kStep / 2; ++pair) {
+        if (pair % 4 == 0) ahead.quarter();
         const U32 left = load<U32>(b + pair * 2 * kTileCols), right = load<U32>(b + kTileElements + pair * 2 * kTileCols);
         const F32 even[2] = {float_of(left << 16), float_of(right << 16)};
         const F32 odd[2] = {float_of(left & 0xffff0000u), float_of(right & 0xffff0000u)};

@@ -22,9 +22,9 @@ struct Bf16Pairs {
     const uint16_t *a = static_cast<const uint16_t*>(p.a), *b = p.b;
     Ahead ahead(p);
     for (int64_t s = 0; s < p.steps; ++s, a += kRows * kStep, b += kPanelStep) {
-      ahead.step();
 #pragma GCC unroll 4
       for (int pair = 0; pair < kStep / 2; ++pair) {
+        if (pair % 4 == 0) ahead.quarter();
         const __m512bh left = (__m512bh)load<U32>(b + pair * 2 * kTileCols);
         const __m512bh right = (__m512bh)load<U32>(b + kTileElements + pair * 2 * kTileCols);
         for (int r = 0; r < kRows; ++r) {
