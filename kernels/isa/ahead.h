@@ -24,18 +24,18 @@ class Ahead {
     left_ = ceil_div(lines, streams_);
     stride_ = left_ * kLine;
   }
-  // Four times a step; a quarter of a tile's 32 lines is one of every stream.
-  void quarter() {
-    for (int64_t i = run_ < left_ ? run_ : left_; i > 0; --i, --left_, line_ += kLine) {
-      for (int64_t s = 0; s < streams_; ++s) _mm_prefetch(line_ + s * stride_, _MM_HINT_T1);
-    }
-  }
-  void step() {
-    for (int i = 0; i < 4; ++i) quarter();
-  }
+  // Four times a step. Of a panel of the same size, a lone block asks for one line of eight streams.
+  void quarter() { ask(run_ < left_ ? run_ : left_); }
+  // Behind the last step.
+  void rest() { ask(left_); }
 
  private:
   static constexpr int64_t kLine = 64;
+  void ask(int64_t lines) {
+    for (; lines > 0; --lines, --left_, line_ += kLine) {
+      for (int64_t s = 0; s < streams_; ++s) _mm_prefetch(line_ + s * stride_, _MM_HINT_T1);
+    }
+  }
   const char* line_;
   int64_t streams_;
   int64_t run_, left_;  // lines of every stream: in a quarter of a step, and in all that is left

@@ -72,16 +72,19 @@ void two_row_tiles(const BlockProduct& p) {
     a += a_step;
     b += kPanelStep;
     _tile_dpbf16ps(0, 6, 4);
-    ahead.step();
+    ahead.quarter();
     _tile_dpbf16ps(1, 6, 5);
+    ahead.quarter();
     _tile_loadd(6, a, kTileBytes);
     _tile_dpbf16ps(2, 7, 4);
+    ahead.quarter();
     _tile_loadd(4, b, kTileBytes);
     _tile_dpbf16ps(3, 7, 5);
+    ahead.quarter();
     _tile_loadd(7, a + kTileRows * kStep, kTileBytes);
     _tile_loadd(5, b + kTileElements, kTileBytes);
   }
-  ahead.step();
+  ahead.rest();
   _tile_dpbf16ps(0, 6, 4);
   _tile_dpbf16ps(1, 6, 5);
   _tile_dpbf16ps(2, 7, 4);
@@ -110,14 +113,17 @@ void one_row_tile(const BlockProduct& p) {
   for (int64_t s = 1; s < p.steps; ++s) {
     a += a_step;
     b += kPanelStep;
-    ahead.step();
+    ahead.quarter();
+    ahead.quarter();
     _tile_dpbf16ps(0, 6, 4);
     _tile_loadd(4, b, kTileBytes);
+    ahead.quarter();
+    ahead.quarter();
     _tile_dpbf16ps(1, 6, 5);
     _tile_loadd(5, b + kTileElements, kTileBytes);
     _tile_loadd(6, a, kTileBytes);
   }
-  ahead.step();
+  ahead.rest();
   _tile_dpbf16ps(0, 6, 4);
   _tile_dpbf16ps(1, 6, 5);
   _tile_stored(0, p.c, kCStride);
