@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+from moe_cpu import native_library as native
 from moe_cpu import ops
 from moe_cpu.errors import IsaUnavailable
 
@@ -22,7 +23,8 @@ def names() -> tuple[str, ...]:
 
     That is the order of speed: Intel's AVX512-BF16 comes after its AVX-512, which does twice as many products a cycle; AMD's before it.
     """
-    return ops.isas_in_order()
+    known = ops.isas()
+    return tuple(known[native.library().moe_isa_in_order(place)] for place in range(len(known)))
 
 
 def why_not(isa: str) -> str | None:

@@ -100,17 +100,17 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
         if missing > 0:
             return None, f"{path} is cut off, its last {missing} bytes are missing; reinstall moe-cpu"
         library = ctypes.CDLL(str(path))
+        version = library.moe_abi_version()  # before the rest, which another version may lack
+        if version != ABI_VERSION:
+            return (
+                None,
+                f"{path} has interface version {version}, this package needs {ABI_VERSION}; reinstall moe-cpu",
+            )
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         return None, f"{path} cannot be loaded: {error}"
-    version = library.moe_abi_version()
-    if version != ABI_VERSION:
-        return (
-            None,
-            f"{path} has interface version {version}, this package needs {ABI_VERSION}; reinstall moe-cpu",
-        )
     return library, None
 
 

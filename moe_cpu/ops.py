@@ -62,11 +62,6 @@ def isas() -> tuple[str, ...]:
     return _isas
 
 
-def isas_in_order() -> tuple[str, ...]:
-    """The same, the fastest on this CPU first."""
-    return tuple(isas()[native.library().moe_isa_in_order(place)] for place in range(len(isas())))
-
-
 def isa_why_not(name: str) -> str | None:
     """Why that instruction set cannot run here, or None when it can."""
     if not available():

@@ -165,7 +165,7 @@ def test_gelu_of_minus_infinity_is_no_number(isa):
 
 
 def test_no_kernel_is_faster_than_its_ceiling(isa, set_threads):
-    """A probe whose sums leave the registers measures the stack, and every share of the limit is wrong. Other processes may slow any one probe down, so some have more tries."""
+    """A probe whose sums leave the registers measures the stack, and every share of the limit is wrong. Others may slow one probe down: hence the tries."""
     if isa == "amx_emulated":
         pytest.skip("nobody measures an emulation")
     set_threads(1)
@@ -177,9 +177,9 @@ def test_no_kernel_is_faster_than_its_ceiling(isa, set_threads):
         native(case, isa, packed)
         taken.append(time.perf_counter() - start)
         reached = 6 * 240 * 1024 * 512 / statistics.median(taken)
-        if tries >= 7 and reached < 1.1 * ceiling:
+        if tries >= 7 and reached < ceiling:
             break
-    assert reached < 1.1 * ceiling
+    assert reached < ceiling
 
 
 def test_a_nan_weight_of_a_skipped_slot_is_not_used(isa):

@@ -140,3 +140,13 @@ def test_a_source_tree_that_hides_the_package_is_named(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv(native_library.PATH_VARIABLE, "/libmoe_cpu.so")
     assert native_library._load()[1].startswith("no libmoe_cpu.so at /libmoe_cpu.so; build it")
+
+
+def test_a_library_of_another_version_is_refused_by_its_version(monkeypatch):
+    """Not by the first function that one of the two lacks."""
+    ahead = native_library.ABI_VERSION + 1
+    monkeypatch.setattr(native_library, "ABI_VERSION", ahead)
+    monkeypatch.setitem(native_library._SIGNATURES, "moe_of_tomorrow", (None, []))
+    library, reason = native_library._load()
+    assert library is None
+    assert f"has interface version {ahead - 1}, this package needs {ahead}; reinstall" in reason
