@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 
 import bounds
@@ -165,18 +164,22 @@ def test_gelu_of_minus_infinity_is_no_number(isa):
 
 
 def test_no_kernel_is_faster_than_its_ceiling(isa, set_threads):
-    """A probe whose sums leave the registers measures the stack, and every share of the limit is wrong. Others may slow one probe down: hence the tries."""
+    """A probe whose sums leave the registers measures the stack, and every share of the limit is wrong. Other processes take their turns: hence the tries.
+
+    Both rates are the best of stretches of at least a hundredth of a second, the probe's own shortest.
+    """
     if isa == "amx_emulated":
         pytest.skip("nobody measures an emulation")
     set_threads(1)
     case = make_case(M=240, K=1024, I=512, E=1, topk=1, seed=23)
-    packed, ceiling, taken = pack(case), 0.0, []
-    for tries in range(100):
-        ceiling = max(ceiling, machine.probe_matrix_peak(isa, 1, 0.02))
-        start = time.perf_counter()
-        native(case, isa, packed)
-        taken.append(time.perf_counter() - start)
-        reached = 6 * 240 * 1024 * 512 / statistics.median(taken)
+    packed, ceiling, reached = pack(case), 0.0, 0.0
+    for tries in range(60):
+        ceiling = max(ceiling, machine.probe_matrix_peak(isa, 1, 0.05))
+        start, took, flops = time.perf_counter(), 0.0, 0
+        while took < 0.01:
+            native(case, isa, packed)
+            took, flops = time.perf_counter() - start, flops + 6 * 240 * 1024 * 512
+        reached = max(reached, flops / took)
         if tries >= 7 and reached < ceiling:
             break
     assert reached < ceiling
