@@ -197,7 +197,8 @@ FAMILIES: tuple[Family, ...] = (
             moe_latent_size=24,
             n_group=1,
             topk_group=1,
-            layers_block_type=["moe", "attention", "moe"],
+            # Mamba first, as in real ones: transformers 5.25 asks layer 0's cache for its length, which MoE layers lack.
+            layers_block_type=["mamba", "moe", "attention"],
             num_hidden_layers=3,
             head_dim=16,
             mamba_num_heads=4,
